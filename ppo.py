@@ -78,6 +78,8 @@ class Args:
     """hub name or folder of a sequence-classification model that scores the text instead of the verifier"""
     missing_eos_penalty: float = 0.0
     """subtracted from the score of an answer cut off at max_response_length"""
+    nan_rewards: Literal["fail", "skip"] = "fail"
+    """a reward that is not finite ends the run with a message (fail) or costs the updates it would enter (skip)"""
 
     # model
     model_name: str | None = None
@@ -110,7 +112,7 @@ class Args:
     """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
     update_epochs: int = 4
     """passes over the rollouts of an iteration"""
-    num_minibatches: int = 4
+    num_minibatches: int = 2
     """optimizer steps per epoch"""
     max_grad_norm: float = 1.0
     """clip the gradient's global norm here"""
@@ -274,8 +276,10 @@ def make_generated_task(args) -> Task:
     rng, evaluation = np.random.default_rng(0), {}
     for _ in range(200 * args.eval_size):  # bounded: a small task may have fewer held-out prompts than asked for
         prompt, answer = draw(rng)
-        if is_held_out(prompt) and len(evaluation) < args.eval_size:
+        if is_held_out(prompt):
             evaluation[prompt] = answer
+        if len(evaluation) == args.eval_size:
+            break
     if not evaluation:
         fail(f"--task {args.task} has no held-out prompt at these sizes: raise --max-digits or --max-operand")
     return Task(train, list(evaluation.items()), exact_match, scramble)
@@ -358,16 +362,16 @@ def make_scorer(args, task: Task, device) -> Callable:
 
 
 def score_responses(scorer, args, prompts, responses, answers, ended):
-    """Scores as the return sees them. A verifier's point needs an answer that ended.  -> (B,)"""
+    """What the scorer says, checked, as the return sees it.  -> (B,)"""
     scores = list(scorer(list(prompts), list(responses), list(answers)))
     if len(scores) != len(responses):
         fail(f"the reward gave {len(scores)} scores for {len(responses)} responses: sample {len(scores)} has none")
     for i, score in enumerate(scores):
-        if not math.isfinite(score):
+        if not math.isfinite(score) and args.nan_rewards == "fail":
             fail(f"the reward of sample {i} is {score}: prompt {prompts[i]!r}, response {responses[i]!r}")
     scores, ended = torch.tensor(scores, dtype=torch.float32), torch.tensor(ended, dtype=torch.float32)
     if not args.reward_fn and not args.reward_model_name:
-        scores = scores * ended
+        scores = scores * ended  # a verifier's point needs an end; whoever brings a reward decides that for himself
     return scores - args.missing_eos_penalty * (1 - ended)
 
 
@@ -520,7 +524,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 def policy_loss(new_logprobs, logprobs, advantages, mask, weights, num_tokens, clip_low, clip_high, clip_c):
     """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; clip_c < inf adds the dual clip of arXiv:1912.09729.
 
-    all (B,R) -> loss (), ratio (B,R), clipped (B,R).  `num_tokens`: of the whole minibatch, so that micro-batches add up.
+    all (B,R) -> loss (), ratio (B,R), clipped (B,R).  `num_tokens` is the whole minibatch's, so micro-batches add up.
     """
     # broadcasting hides bugs
     assert new_logprobs.shape == logprobs.shape == advantages.shape == mask.shape == weights.shape
@@ -678,7 +682,8 @@ class Writer:
             return
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         plot_curves(self.run_dir, curves)
-        self.file.close()
+        if self.file:
+            self.file.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -747,11 +752,16 @@ def main(args: Args) -> dict[str, float]:
     sample_rng = torch.Generator().manual_seed(args.seed)  # one per purpose: more draws of one leave the other alone
     shuffle_rng = torch.Generator().manual_seed(args.seed + 1)
 
-    writer = Writer(args, run_dir, total=args.num_iterations)
+    writer = Writer(
+        args,
+        run_dir,
+        total=args.num_iterations,
+    )
     iteration = global_step = skipped_steps = skipped_in_a_row = 0
     kl_coef = args.kl_coef
-    metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
-    writer.log(metrics, global_step)
+    if iteration == 0:
+        metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
+        writer.log(metrics, global_step)
     start_time, start_step = time.time(), global_step
 
     while iteration < args.num_iterations:

@@ -1,0 +1,56 @@
+"""Copies stay equal: a top-level block of one name has one text in all scripts, comments included."""
+
+import ast
+from collections import defaultdict
+
+from conftest import ROOT
+
+SCRIPTS = sorted(ROOT.glob("*.py"))
+DIVERGES = {}  # name -> reason, reviewed like code
+
+
+def blocks():
+    found = defaultdict(lambda: defaultdict(list))
+    for path in SCRIPTS:
+        lines = path.read_text().splitlines()
+        for node in ast.parse("\n".join(lines)).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                start = min(n.lineno for n in [node, *node.decorator_list]) - 1  # decorators count, too
+                found[node.name]["\n".join(lines[start : node.end_lineno])].append(path.name)
+    return found
+
+
+def test_same_name_same_body():
+    drifted = {n: list(v.values()) for n, v in blocks().items() if len(v) > 1 and n not in DIVERGES}
+    assert not drifted, f"align the copies or rename one: {drifted}"
+
+
+def test_no_stale_exception():
+    assert all(len(blocks()[n]) > 1 for n in DIVERGES), "copies agree again: drop the exception"
+
+
+def fields_of(path):
+    """{field: (type, doc)} of the Args class."""
+    tree = ast.parse(path.read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    fields = {}
+    for node, after in zip(body, body[1:], strict=False):
+        if isinstance(node, ast.AnnAssign):
+            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"{path.name}: {node.target.id} has no doc"
+            fields[node.target.id] = ast.unparse(node.annotation), after.value.value
+    return fields
+
+
+def test_shared_options_have_one_type_and_one_doc():
+    seen = defaultdict(lambda: defaultdict(list))
+    for path in SCRIPTS:
+        for name, meaning in fields_of(path).items():
+            seen[name][meaning].append(path.name)
+    assert not {name: dict(v) for name, v in seen.items() if len(v) > 1}
+
+
+def test_the_guard_can_fail(tmp_path, monkeypatch):
+    for name, body in (("a.py", "1"), ("b.py", "2")):
+        (tmp_path / name).write_text(f"def same():\n    return {body}\n")
+    monkeypatch.setattr("test_drift.SCRIPTS", sorted(tmp_path.glob("*.py")))
+    assert len(blocks()["same"]) == 2
