@@ -807,9 +807,9 @@ def main(args: Args) -> dict[str, float]:
         # 4 update
         sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
         num_updates = num_applied = 0
-        for _epoch in range(args.update_epochs):
-            order = torch.randperm(len(batch["logprobs"]), generator=shuffle_rng).to(device)
-            for mb_inds in order.chunk(args.num_minibatches):
+        for epoch in range(args.update_epochs):
+            minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
+            for mb_inds in minibatches:
                 num_tokens = batch["response_mask"][mb_inds].sum()
                 stats = {}
                 optimizer.zero_grad()
@@ -883,7 +883,8 @@ def main(args: Args) -> dict[str, float]:
         if "eval/score" in metrics or iteration % args.log_interval == 0:
             writer.log(metrics, global_step)
         pl, vl = (metrics.get(f"losses/{name}_loss", math.nan) for name in ("policy", "value"))
-        writer.status(f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}", done=iteration)
+        line = f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}"
+        writer.status(line, done=iteration)
 
     policy.lm.save_pretrained(run_dir / "final_model")
     tokenizer.save_pretrained(run_dir / "final_model")

@@ -85,7 +85,7 @@ class Args:
     """folder of this run (None: runs/{exp_name}__{seed}__{time})"""
     # v1: checkpoint
     resume: str | None = None
-    """auto: go on from the newest checkpoint of run_dir (or of exp_name and seed); PATH: from that (None: start fresh)"""
+    """auto: go on from the newest checkpoint of run_dir, or of exp_name and seed; PATH: that one (None: start fresh)"""
     save_every: int = 100
     """steps between checkpoints (iterations in the language-model scripts); 0: only at the end"""
     keep_checkpoints: int = 3
@@ -924,7 +924,7 @@ def keep_whole(policy, whole: bool):
 
 
 def sync_gradients(policy, world_size: int):
-    """Sum over ranks: each loss was divided by the token count of all. FSDP has averaged already, so it is scaled back."""
+    """Sum over ranks: each loss was divided by the tokens of all. FSDP has averaged already, so that is scaled back."""
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     if isinstance(policy, FSDPModule):
         for gradient in gradients:
@@ -1167,9 +1167,9 @@ def main(args: Args) -> dict[str, float]:
         policy.train(args.gradient_checkpointing)
         sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
         num_updates = num_applied = 0
-        for _epoch in range(args.update_epochs):
-            order = torch.randperm(len(batch["logprobs"]), generator=shuffle_rng).to(device)
-            for mb_inds in order.chunk(args.num_minibatches):
+        for epoch in range(args.update_epochs):
+            minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
+            for mb_inds in minibatches:
                 num_tokens = batch["response_mask"][mb_inds].sum()
                 stats = {}
                 optimizer.zero_grad()
@@ -1273,7 +1273,8 @@ def main(args: Args) -> dict[str, float]:
         if "eval/score" in metrics or iteration % args.log_interval == 0:
             writer.log(metrics, global_step)
         pl, vl = (metrics.get(f"losses/{name}_loss", math.nan) for name in ("policy", "value"))
-        writer.status(f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}", done=iteration)
+        line = f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}"
+        writer.status(line, done=iteration)
         # v1: text_log
         if rank == 0:
             with open(run_dir / "train.log", "a") as file:

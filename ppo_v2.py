@@ -1,0 +1,1608 @@
+"""ppo_v2.py - PPO for language models (arXiv:1707.06347v2) with experience replay.
+
+Differs from ppo_v1.py (each item is a marker in the code):
+    v2: buffer       - past rollouts come back into later updates: who may be drawn, how often, until when
+    v2: correction   - two weights: one undoes prioritized sampling (arXiv:1511.05952), one undoes staleness (decoupled
+                       PPO, arXiv:2110.00641): ratios go to the policy at the start of the update, not to the sampler's
+    v2: mix          - every minibatch holds fresh and replayed rows in proportion
+    v2: controllers  - reuse by KL, a growing buffer, a limit on the distance to the policy that sampled
+    v2: status       - BUF and EFF, what the buffer holds, what replay does to the update
+Names: mu sampled a rollout, pi_prox is the policy at the start of this update, pi_theta the one being optimised.
+Without --use-replay-buffer this is ppo_v1.py, bit for bit.
+Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary, H hidden size.
+
+    python ppo_v2.py --use-replay-buffer                              # sort digits, CPU, about a minute
+    python ppo_v2.py --use-replay-buffer --use-priority-sampling      # prioritized by advantage
+    python ppo_v2.py --use-replay-buffer --min-digits 5 --max-digits 6 --batch-size 32    # where success is rare
+"""
+
+import atexit
+import contextlib
+import copy
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, NoReturn
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from torch.distributed.checkpoint import state_dict as sharded_state
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+
+# --- args ---
+@dataclass
+class Args:
+    # experiment
+    exp_name: str = Path(__file__).stem
+    """first part of the run folder's name"""
+    seed: int = 1
+    """decides initial weights, prompts, sampling and shuffling; evaluation does not depend on it"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """auto takes cuda, then mps, then cpu"""
+    num_threads: int = 1
+    """torch CPU threads; tiny models are fastest with 1 (0: torch decides)"""
+    run_dir: str | None = None
+    """folder of this run (None: runs/{exp_name}__{seed}__{time})"""
+    # v1: checkpoint
+    resume: str | None = None
+    """auto: go on from the newest checkpoint of run_dir, or of exp_name and seed; PATH: that one (None: start fresh)"""
+    save_every: int = 100
+    """steps between checkpoints (iterations in the language-model scripts); 0: only at the end"""
+    keep_checkpoints: int = 3
+    """newest checkpoints to keep; the best model is kept apart and never deleted"""
+    # v1: distributed
+    fsdp: bool = False
+    """under torchrun, shard weights, gradients and optimizer over the ranks instead of replicating them (FSDP2)"""
+
+    # task
+    task: str = "sort"
+    """sort, add, jsonl:PATH (columns prompt/answer, question/answer or problem/solution) or rg:NAME (reasoning-gym)"""
+    min_digits: int = 3
+    """sort: shortest list"""
+    max_digits: int = 4
+    """sort: longest list"""
+    max_operand: int = 19
+    """add: largest number in a sum"""
+    reward_fn: str | None = None
+    """file.py:name of a function (prompts, responses, answers) -> list of floats that replaces the task's verifier"""
+    reward_model_name: str | None = None
+    """hub name or folder of a sequence-classification model that scores the text instead of the verifier"""
+    missing_eos_penalty: float = 0.0
+    """subtracted from the score of an answer cut off at max_response_length"""
+    nan_rewards: Literal["fail", "skip"] = "skip"
+    """a reward that is not finite ends the run with a message (fail) or costs the updates it would enter (skip)"""
+
+    # model
+    model_name: str | None = None
+    """hub name or folder of a causal LM (None: a tiny Llama made from a config)"""
+    chat_template: bool = False
+    """wrap each prompt as a user turn with the tokenizer's own chat template"""
+    separate_critic: bool = False
+    """give the value head a backbone of its own instead of the policy's"""
+    hidden_size: int = 64
+    """tiny model: width, a multiple of 16"""
+    num_layers: int = 2
+    """tiny model: depth"""
+    sft_steps: int = 300
+    """tiny model: supervised steps on scrambled answers, which teach the format only (0: start from random weights)"""
+
+    # rollout
+    batch_size: int = 64
+    """answers sampled per iteration"""
+    max_prompt_length: int = 512
+    """tokens; longer prompts of a data file are left out, with a note"""
+    max_response_length: int = 8
+    """tokens, EOS included; an answer without EOS by then is cut off"""
+    temperature: float = 1.0
+    """of sampling and of every log-prob; evaluation is greedy"""
+
+    # optimization
+    num_iterations: int = 150
+    """rollout + update rounds"""
+    learning_rate: float = 3e-4
+    """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
+    update_epochs: int = 4
+    """passes over the rollouts of an iteration"""
+    num_minibatches: int = 2
+    """optimizer steps per epoch"""
+    max_grad_norm: float = 1.0
+    """clip the gradient's global norm here"""
+    max_skipped_steps: int = 10
+    """end the run after this many optimizer steps in a row with a non-finite gradient"""
+    # v1: lr_schedule
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "plateau"] = "linear"
+    """shape after the warm-up, over the iterations of this run; plateau: halved whenever evaluation stands still"""
+    warmup_steps: int = 0
+    """iterations in which the learning rate rises linearly from 0"""
+    plateau_patience: int = 2
+    """plateau: evaluations without improvement before the rate is halved"""
+    # v1: grad_accum
+    gradient_accumulation_steps: int = 1
+    """micro-batches per minibatch; changes memory, not the gradient"""
+    # v1: memory
+    bf16: bool = False
+    """run the networks under bfloat16 autocast (weights, log-probs and losses stay float32)"""
+    gradient_checkpointing: bool = False
+    """keep one activation per layer and compute the rest again in the backward pass"""
+
+    # PPO
+    gamma: float = 1.0
+    """discount per token"""
+    gae_lambda: float = 0.95
+    """0: one-step TD advantage, 1: Monte Carlo"""
+    clip_coef: float = 0.2
+    """the policy ratio is clipped to 1 - this .. 1 + this"""
+    vf_clip_coef: float = 0.2
+    """a value may leave its old prediction by this much"""
+    vf_coef: float = 0.1
+    """weight of the value loss"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus"""
+    kl_coef: float = 0.01
+    """penalty in the reward per nat of log pi - log pi_ref (0: no reference model at all)"""
+    # v1: adaptive_kl
+    adaptive_kl: bool = False
+    """move kl_coef so that the KL per answer comes near kl_target"""
+    kl_target: float = 6.0
+    """adaptive_kl: nats per answer"""
+    kl_horizon: int = 10_000
+    """adaptive_kl: answers over which kl_coef may change by about 20 %"""
+    # v1: target_kl
+    target_kl: float | None = None
+    """stop the epochs of an update once approx_kl passes 1.5 times this (None: never)"""
+    # v1: clip
+    clip_coef_high: float | None = None
+    """upper side of the policy clip, where it shall differ (clip-higher; None: clip_coef)"""
+    dual_clip: float | None = None
+    """bound on the ratio for negative advantages, above 1 (dual clip; None: no bound)"""
+
+    # v2: buffer
+    # replay
+    use_replay_buffer: bool = False
+    """keep rollouts and mix them into later updates (off: ppo_v1.py)"""
+    replay_buffer_size: int = 1_000
+    """rollouts kept; the oldest go first"""
+    min_replay_size: int = 100
+    """live rollouts needed before anything is drawn"""
+    replay_sample_size: int = 32
+    """rollouts drawn per update"""
+    use_priority_sampling: bool = False
+    """draw by mean |advantage| instead of uniformly"""
+    priority_alpha: float = 0.6
+    """0: uniform, 1: in proportion to the priority"""
+    priority_beta: float = 0.4
+    """how much of the sampling bias the weights undo, 0 to 1"""
+    priority_beta_increment: float = 0.001
+    """added to priority_beta after each draw, up to 1"""
+    max_replay_reuse: int = 4
+    """draws after which a rollout is dropped; its fresh use does not count"""
+    staleness_threshold: int = 100
+    """age, in iterations, beyond which a rollout is dropped"""
+    replay_correction: Literal["decoupled", "behaviour", "none"] = "decoupled"
+    """decoupled: clip around pi_prox, weight by pi_prox/mu; behaviour: clip around mu; none: as decoupled, no weight"""
+    replay_is_cap: float = 2.0
+    """upper limit of the weight pi_prox/mu"""
+    replay_epochs: int | None = None
+    """epochs of an update that include the drawn rollouts (None: all of them)"""
+    new_samples_ratio: float | None = None
+    """fresh share of an update; 0.5 draws as many as were sampled (None: replay_sample_size says how many)"""
+    adaptive_reuse: bool = False
+    """6 draws while the last update's KL was below 0.01, else 2; a rollout above the limit pauses, it is not dropped"""
+    replay_start_size: int | None = None
+    """buffer size before replay_grow_iteration (None: replay_buffer_size from the start)"""
+    replay_grow_iteration: int = 5
+    """iteration from which the buffer has its full size"""
+    priority_age_tau: float | None = None
+    """iterations in which the chance to be drawn falls to 1/e (None: age does not matter)"""
+    replay_max_kl: float | None = None
+    """a drawn rollout stays out of the update if mu and pi_prox are further apart, in nats per token (None: never)"""
+
+    # logging
+    eval_every: int = 50
+    """iterations between greedy evaluations on held-out prompts (0: the first and the last policy only)"""
+    eval_size: int = 256
+    """held-out prompts per evaluation"""
+    log_interval: int = 1
+    """iterations between lines of metrics.jsonl"""
+    track: bool = False
+    """also log to wandb (WANDB_MODE=offline works without an account)"""
+    wandb_project_name: str = "stale-experience"
+    """wandb project"""
+    wandb_entity: str | None = None
+    """wandb team (None: your default one)"""
+    # v1: early_stopping
+    early_stopping_patience: int = 5
+    """end after this many evaluations in a row without improvement (0: never)"""
+    early_stopping_threshold: float = 0.001
+    """what counts as an improvement of eval/score"""
+
+    # derived
+    minibatch_size: int = field(init=False)
+    """batch_size / num_minibatches"""
+
+    def __post_init__(self):
+        positive = "batch_size max_prompt_length max_response_length temperature num_iterations learning_rate"
+        positive += " update_epochs num_minibatches max_grad_norm max_skipped_steps clip_coef vf_clip_coef"
+        positive += " eval_size log_interval min_digits max_operand hidden_size num_layers"
+        not_negative = "seed num_threads sft_steps eval_every vf_coef ent_coef kl_coef missing_eos_penalty"
+        for name in positive.split():
+            check(0 < getattr(self, name) < math.inf, self, name, "a positive number")
+        for name in not_negative.split():
+            check(0 <= getattr(self, name) < math.inf, self, name, "0 or a positive number")
+        for name in ("gamma", "gae_lambda"):
+            check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
+        check(self.max_digits >= self.min_digits, self, "max_digits", f"at least --min-digits {self.min_digits}")
+        check(self.hidden_size % 16 == 0, self, "hidden_size", "a multiple of 16")
+        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", f"a divisor of {self.batch_size=}")
+        check(not (self.reward_fn and self.reward_model_name), self, "reward_fn", "left out with --reward-model-name")
+        self.minibatch_size = self.batch_size // self.num_minibatches
+        # v1: the options of this file
+        for name in ("keep_checkpoints", "plateau_patience", "kl_target", "kl_horizon", "gradient_accumulation_steps"):
+            check(0 < getattr(self, name) < math.inf, self, name, "a positive number")
+        for name in ("save_every", "warmup_steps", "early_stopping_patience", "early_stopping_threshold"):
+            check(0 <= getattr(self, name) < math.inf, self, name, "0 or a positive number")
+        for name, least in (("target_kl", 0), ("clip_coef_high", 0), ("dual_clip", 1)):
+            value = getattr(self, name)
+            check(value is None or least < value < math.inf, self, name, f"a number above {least}, or left out")
+        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations=}")
+        divides = self.minibatch_size % self.gradient_accumulation_steps == 0
+        check(divides, self, "gradient_accumulation_steps", f"a divisor of {self.minibatch_size=}")
+        check(self.kl_coef > 0 or not self.adaptive_kl, self, "kl_coef", "positive with --adaptive-kl")
+        # v2: buffer
+        for name in ("replay_buffer_size", "replay_sample_size", "max_replay_reuse", "staleness_threshold"):
+            check(getattr(self, name) >= 1, self, name, "1 or more")
+        for name in ("min_replay_size", "replay_grow_iteration", "replay_start_size", "replay_epochs"):
+            check((1 if getattr(self, name) is None else getattr(self, name)) >= 1, self, name, "1 or more")
+        for name in ("priority_alpha", "priority_beta", "priority_beta_increment"):
+            check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
+        for name in ("replay_is_cap", "priority_age_tau", "replay_max_kl"):
+            check((1 if getattr(self, name) is None else getattr(self, name)) > 0, self, name, "a positive number")
+        check(0 < (self.new_samples_ratio or 1) <= 1, self, "new_samples_ratio", "above 0 and at most 1")
+        reachable = min(self.replay_buffer_size, self.batch_size * self.staleness_threshold)
+        limits = f"{reachable}, which is what --replay-buffer-size and --batch-size x --staleness-threshold can hold"
+        check(self.min_replay_size <= reachable, self, "min_replay_size", f"at most {limits}")
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """How every bad input ends: one line, no traceback."""
+    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def check(condition: bool, args, name: str, allowed: str):
+    if not condition:
+        fail(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: it must be {allowed}")
+
+
+def parse_args(args_class):
+    """Command line -> Args, with tyro's error box folded into one line."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(args_class, description=__doc__)
+    except SystemExit:
+        lines = [line.strip("│ ") for line in box.getvalue().splitlines()]
+        if lines and lines[0].startswith("╭"):
+            end = next(i for i, line in enumerate(lines) if i and line[:1] in "─╰")
+            fail(" ".join(lines[1:end]) + " (--help lists what is allowed)")
+        print(box.getvalue(), end="", file=sys.stderr)
+        raise
+
+
+# --- task ---
+@dataclass
+class Task:
+    train: Callable[[int], tuple[str, str]]  # position in the stream -> (prompt, answer): all that resuming needs
+    evaluation: list[tuple[str, str]]  # held-out (prompt, answer) pairs, the same for every seed
+    score: Callable  # (prompts, responses, answers) -> list of floats
+    scramble: Callable[[np.random.Generator, str], str]  # an answer right in form only, for the warm start
+
+
+def is_held_out(prompt: str) -> bool:
+    """A tenth of all prompts, picked by their text, is for evaluation only."""
+    return zlib.crc32(prompt.encode()) % 10 == 0
+
+
+def exact_match(prompts, responses, answers):
+    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
+
+
+def verify(prompts, responses, answers):
+    """1 for the right final answer, else 0. A number may end a sentence, stand behind #### or in a box."""
+    scores = []
+    for response, answer in zip(responses, answers, strict=True):
+        marked = re.findall(r"\\boxed\{([^{}]*)\}|####\s*(\S+)", response)
+        text = max(marked[-1]).strip() if marked else response.strip()
+        numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+", text)
+        if numbers and re.fullmatch(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+", answer):
+            scores.append(float(float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))))
+        else:
+            scores.append(float(text == answer))
+    return scores
+
+
+def read_jsonl(path: str) -> list[tuple[str, str]]:
+    """(prompt, answer) pairs of a JSONL file; a line that cannot be used is named by its number."""
+    columns = (("prompt", "answer"), ("question", "answer"), ("problem", "solution"))
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--task jsonl:{path}: cannot read the file: {error}")
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            fail(f"--task jsonl:{path}: line {number} is not JSON: {error}")
+        names = next((c for c in columns if isinstance(row, dict) and c[0] in row and c[1] in row), None)
+        if names is None:
+            fail(f"--task jsonl:{path}: line {number} lacks prompt/answer, question/answer or problem/solution")
+        prompt, answer = (row[name] for name in names)
+        if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float):
+            fail(f"--task jsonl:{path}: line {number}: {names[0]} must be a text, {names[1]} a text or a number")
+        pairs.append((prompt, str(answer).split("####")[-1].strip()))  # GSM8K keeps the answer behind ####
+    return pairs
+
+
+def make_generated_task(args) -> Task:
+    def draw(rng):
+        if args.task == "add":
+            a, b = rng.integers(0, args.max_operand + 1, 2)
+            return f"{a}+{b}=", str(a + b)
+        digits = rng.integers(0, 10, rng.integers(args.min_digits, args.max_digits + 1))
+        return "".join(map(str, digits)) + "=", "".join(map(str, sorted(digits)))
+
+    def train(position):
+        rng = np.random.default_rng([args.seed, position])
+        while is_held_out((pair := draw(rng))[0]):
+            pass
+        return pair
+
+    def scramble(rng, answer):
+        if args.task == "add":
+            return str(rng.integers(0, 2 * args.max_operand + 1))
+        return "".join(rng.permutation(list(answer)))
+
+    rng, evaluation = np.random.default_rng(0), {}
+    for _ in range(200 * args.eval_size):  # bounded: a small task may have fewer held-out prompts than asked for
+        prompt, answer = draw(rng)
+        if is_held_out(prompt):
+            evaluation[prompt] = answer
+        if len(evaluation) == args.eval_size:
+            break
+    if not evaluation:
+        fail(f"--task {args.task} has no held-out prompt at these sizes: raise --max-digits or --max-operand")
+    return Task(train, list(evaluation.items()), exact_match, scramble)
+
+
+def make_task(args, fits: Callable[[str], bool]) -> Task:
+    """`fits` says whether a prompt is short enough."""
+    if args.task in ("sort", "add"):
+        return make_generated_task(args)
+    kind, _, source = args.task.partition(":")
+    score = verify
+    if kind == "jsonl" and source:
+        pairs = read_jsonl(source)
+    elif kind == "rg" and source:
+        try:
+            import reasoning_gym
+        except ImportError:
+            fail(f"--task {args.task} needs an optional package: pip install reasoning-gym")
+        try:
+            dataset = reasoning_gym.create_dataset(source, size=5_000, seed=0)
+        except ValueError as error:
+            fail(f"--task {args.task}: {error}")
+        entries = {entry["question"]: entry for entry in dataset}
+        pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
+
+        def score(prompts, responses, answers):
+            scored = zip(prompts, responses, strict=True)
+            return [float(dataset.score_answer(answer=response.strip(), entry=entries[p])) for p, response in scored]
+    else:
+        fail(f"--task {args.task} is unknown; allowed: sort, add, jsonl:PATH, rg:NAME")
+    fitting = [pair for pair in pairs if fits(pair[0])]
+    if len(fitting) < len(pairs):
+        print(f"{len(pairs) - len(fitting)} of {len(pairs)} prompts are longer than --max-prompt-length: left out")
+    # As in is_held_out, but a small file must yield one, too.
+    by_hash = sorted(fitting, key=lambda pair: zlib.crc32(pair[0].encode()))
+    held_out = dict(by_hash[: min(args.eval_size, math.ceil(len(by_hash) / 10))])
+    kept = [pair for pair in fitting if pair[0] not in held_out]
+    if not kept:
+        fail(f"--task {args.task} needs two different prompts of at most {args.max_prompt_length} tokens, one held out")
+
+    def train(position):  # every prompt once per pass, each pass in an order of its own
+        order = np.random.default_rng([args.seed, position // len(kept)]).permutation(len(kept))
+        return kept[order[position % len(kept)]]
+
+    return Task(train, list(held_out.items()), score, lambda rng, answer: kept[rng.integers(len(kept))][1])
+
+
+def make_scorer(args, task: Task, device) -> Callable:
+    """Where the score of an answer comes from: reward model, reward function or the task's verifier."""
+    score = task.score
+    if args.reward_model_name:
+        name, option = args.reward_model_name, "--reward-model-name"
+        reward_model = load_pretrained(AutoModelForSequenceClassification, name, option).to(device)
+        reward_tokenizer = load_pretrained(AutoTokenizer, name, option)
+
+        @torch.no_grad()
+        def score(prompts, responses, answers):
+            # A reward model may have another vocabulary, so it reads text; nothing of this enters the loss. One row at
+            # a time: its pooling looks for the first pad token, and that may be an eos which belongs to the text.
+            scores = []
+            for prompt, response in zip(prompts, responses, strict=True):
+                text, special = prompt + response, True
+                if args.chat_template and reward_tokenizer.chat_template:
+                    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+                    text, special = reward_tokenizer.apply_chat_template(turns, tokenize=False), False
+                ids = reward_tokenizer(text, add_special_tokens=special, return_tensors="pt").input_ids
+                scores.append(reward_model(ids.to(device)).logits[0, 0].item())
+            return scores
+    elif args.reward_fn:
+        path, _, name = args.reward_fn.rpartition(":")
+        if not Path(path).is_file():
+            fail(f"--reward-fn {args.reward_fn} must be file.py:name of an existing file")
+        spec = importlib.util.spec_from_file_location("reward_fn", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        score = getattr(module, name, None)
+        if not callable(score):
+            fail(f"--reward-fn {args.reward_fn}: {path} has no function {name!r}")
+    return score
+
+
+def score_responses(scorer, args, prompts, responses, answers, ended):
+    """What the scorer says, checked, as the return sees it.  -> (B,)"""
+    scores = list(scorer(list(prompts), list(responses), list(answers)))
+    if len(scores) != len(responses):
+        fail(f"the reward gave {len(scores)} scores for {len(responses)} responses: sample {len(scores)} has none")
+    for i, score in enumerate(scores):
+        if not math.isfinite(score) and args.nan_rewards == "fail":
+            fail(f"the reward of sample {i} is {score}: prompt {prompts[i]!r}, response {responses[i]!r}")
+    scores, ended = torch.tensor(scores, dtype=torch.float32), torch.tensor(ended, dtype=torch.float32)
+    if not args.reward_fn and not args.reward_model_name:
+        scores = scores * ended  # a verifier's point needs an end; whoever brings a reward decides that for himself
+    return scores - args.missing_eos_penalty * (1 - ended)
+
+
+# --- networks ---
+class PolicyWithValue(nn.Module):
+    """A causal LM and a value head, on the LM's own trunk or on a copy of it."""
+
+    def __init__(self, lm, separate_critic: bool):
+        super().__init__()
+        self.lm = lm
+        self.critic = copy.deepcopy(lm.base_model) if separate_critic else None
+        self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
+        nn.init.zeros_(self.value_head.weight)  # the first advantages are then plain returns
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, prompt_ids, prompt_mask, response_ids, response_mask, temperature, entropy_grad=False):
+        """Log-prob and entropy of each response token, and the value of the state it was chosen in.  -> 3 x (B,R)"""
+        length, valid = response_ids.shape[1], response_mask.bool()
+        # The last token predicts nothing and is not fed: of the last R outputs, number t predicts response token t.
+        mask = torch.cat([prompt_mask, response_mask], 1)[:, :-1]  # (B,P+R-1)
+        inputs = dict(input_ids=torch.cat([prompt_ids, response_ids], 1)[:, :-1], attention_mask=mask)
+        inputs |= dict(position_ids=positions(mask), use_cache=False)
+        hidden = self.lm.base_model(**inputs).last_hidden_state[:, -length:]  # (B,R,H)
+        # The LM head is the largest layer, so it sees the N valid response tokens only: no prompt, no padding.
+        lm_head = self.lm.get_output_embeddings()
+        logprobs, entropy = token_logprobs(lm_head, hidden[valid], response_ids[valid], temperature, entropy_grad)
+        if self.critic is not None:
+            hidden = self.critic(**inputs).last_hidden_state[:, -length:]
+        values = self.value_head(hidden).squeeze(-1).float() * response_mask
+        zeros = torch.zeros_like(values)
+        return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropy), values
+
+    def step(self, ids, mask, position_ids, cache):
+        """Logits of the next token, given the cache and the ids that are not in it yet.  (B,T) -> (B,V)"""
+        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
+        hidden = self.lm.base_model(**inputs, use_cache=True).last_hidden_state[:, -1]
+        return self.lm.get_output_embeddings()(hidden)
+
+
+def positions(mask):
+    """Count real tokens only, so that left padding does not shift a prompt.  (B,T) -> (B,T)"""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def token_logprobs(lm_head, hidden, ids, temperature, entropy_grad=False, max_logits=2**25):
+    """Log-prob of each id under softmax(logits / temperature), and its entropy.  (N,H), (N,) -> (N,), (N,)"""
+
+    def chunk(hidden, ids):
+        logits = lm_head(hidden).float() / temperature  # (n,V)
+        lse = logits.logsumexp(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
+            entropy = lse - (logits.softmax(-1) * logits).sum(-1)
+        return logits.gather(-1, ids[:, None]).squeeze(-1) - lse, entropy
+
+    size = max(1, max_logits // lm_head.out_features)
+    if len(ids) <= size:
+        return chunk(hidden, ids)
+    # Large vocabulary: keep one chunk of logits (128 MB) alive, and compute it again in the backward pass.
+    pieces = zip(hidden.split(size), ids.split(size), strict=True)
+    outputs = [checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]
+    return tuple(map(torch.cat, zip(*outputs, strict=True)))
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, as a Hugging Face tokenizer, so that one code path serves all models."""
+    vocab = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def load_pretrained(auto_class, name: str, option: str):
+    kwargs = {} if auto_class is AutoTokenizer else {"dtype": torch.float32}
+    try:
+        loaded = auto_class.from_pretrained(name, **kwargs)
+    except Exception as error:  # missing, damaged, of another kind: many types, one meaning
+        reason = (str(error) or repr(error)).strip().splitlines()[0]
+        fail(f"{option} {name} is neither a model folder nor a model on the hub: {reason}")
+    return loaded.eval() if isinstance(loaded, nn.Module) else loaded  # eval() for good: dropout is noise in ratios
+
+
+def load_policy(args):
+    """-> policy, tokenizer, the ids that end an answer (E,), the id to pad with"""
+    with torch.random.fork_rng(devices=[]):  # weights come from the global generator; leave that as it was
+        torch.manual_seed(args.seed)
+        if args.model_name is None:
+            tokenizer = make_tiny_tokenizer()
+            special = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+            sizes = dict(hidden_size=args.hidden_size, intermediate_size=3 * args.hidden_size)
+            sizes |= dict(num_hidden_layers=args.num_layers, num_attention_heads=args.hidden_size // 16)
+            lm = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **special)).eval()
+        else:
+            tokenizer = load_pretrained(AutoTokenizer, args.model_name, "--model-name")
+            lm = load_pretrained(AutoModelForCausalLM, args.model_name, "--model-name")
+        policy = PolicyWithValue(lm, args.separate_critic).eval()
+    if args.chat_template and not tokenizer.chat_template:
+        fail(f"--chat-template: the tokenizer of {args.model_name or 'the tiny model'} has no chat template")
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        ours = policy.step(ids, torch.ones_like(ids), positions(torch.ones_like(ids)), DynamicCache())
+        if not torch.allclose(lm(ids).logits[:, -1], ours, atol=1e-3):  # soft-capped or scaled logits (Gemma 2, Cohere)
+            fail(f"--model-name {args.model_name}: its logits are not its LM head applied to its last hidden state")
+    # The generation config is read for its EOS ids only: its top_k or repetition penalty must not leak into sampling.
+    eos = getattr(lm.generation_config, "eos_token_id", None)
+    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    if not eos_ids:
+        fail(f"--model-name {args.model_name}: neither its tokenizer nor its generation config names an EOS token")
+    pad_id = min(eos_ids) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return policy, tokenizer, torch.tensor(sorted(eos_ids)), pad_id
+
+
+# --- buffer ---
+# v2: buffer
+class ReplayBuffer:
+    """Past rollouts, unpadded and on the CPU, and what it takes to choose among them, as arrays of one entry each."""
+
+    FIELDS = ("prompt_ids", "response_ids", "logprobs", "ref_logprobs", "values", "advantages", "scores")
+
+    def __init__(self, priority_alpha: float, priority_age_tau: float | None, use_priority_sampling: bool):
+        self.alpha, self.tau, self.prioritized = priority_alpha, priority_age_tau, use_priority_sampling
+        self.samples = {}  # uid -> {field: tensor}
+        self.uids, self.births, self.reuses = (np.zeros(0, dtype=np.int64) for _ in range(3))
+        self.priorities = np.zeros(0)  # (mean |A| + 1e-6) ** alpha: the power is taken once, when it is stored
+        self.next_uid = 0
+
+    def __len__(self):
+        return len(self.uids)
+
+    def to_priorities(self, advantages, mask):
+        """Mean |advantage| per answer, before whitening.  (B,R) -> (B,)"""
+        mean = (advantages.abs() * mask).sum(1) / mask.sum(1)
+        return (mean.double().cpu().numpy() + 1e-6) ** self.alpha
+
+    def add(self, batch: dict, mask, prompt_mask, iteration: int):
+        """Store one rollout's rows, cut to their lengths: ids as int32, the rest as float32."""
+        new = np.arange(self.next_uid, self.next_uid + len(mask))
+        prompt_lengths, lengths = prompt_mask.sum(1).tolist(), mask.sum(1).long().tolist()
+        rows = {name: batch[name].cpu() for name in self.FIELDS}
+        for i, uid in enumerate(new.tolist()):
+            sample = {name: rows[name][i][: lengths[i]].clone() for name in self.FIELDS[1:-1]}
+            sample["prompt_ids"] = rows["prompt_ids"][i][-prompt_lengths[i] :].int()
+            sample["response_ids"] = sample["response_ids"].int()
+            self.samples[uid] = sample | {"scores": rows["scores"][i].clone()}
+        self.uids, self.next_uid = np.concatenate([self.uids, new]), self.next_uid + len(mask)
+        self.births = np.concatenate([self.births, np.full(len(mask), iteration)])
+        self.reuses = np.concatenate([self.reuses, np.zeros(len(mask), dtype=np.int64)])
+        self.priorities = np.concatenate([self.priorities, self.to_priorities(batch["advantages"], mask)])
+
+    def evict(self, iteration: int, max_age: int, max_reuse: int, capacity: int):
+        """Drop what is too old, drawn often enough, or beyond the capacity (rows are in order of birth)."""
+        live = (iteration - self.births <= max_age) & (self.reuses < max_reuse)
+        live[np.flatnonzero(live)[:-capacity]] = False
+        for uid in self.uids[~live].tolist():
+            del self.samples[uid]
+        self.uids, self.births, self.reuses = self.uids[live], self.births[live], self.reuses[live]
+        self.priorities = self.priorities[live]
+
+    def draw(self, size: int, iteration: int, max_reuse: int, beta: float, rng: np.random.Generator):
+        """Up to `size` different rollouts.  -> uids (n,), weights (N P)^-beta / max (n,): 1 if sampling is uniform"""
+        drawable = np.flatnonzero(self.reuses < max_reuse)
+        odds = self.priorities[drawable] if self.prioritized else np.ones(len(drawable))
+        if self.tau is not None:
+            odds = odds * np.exp((self.births[drawable] - iteration) / self.tau)
+        probabilities = odds / odds.sum()
+        chosen = rng.choice(len(drawable), min(size, len(drawable)), replace=False, p=probabilities)
+        weights = (len(drawable) * probabilities[chosen]) ** -beta
+        self.reuses[drawable[chosen]] += 1
+        return self.uids[drawable[chosen]], weights / weights.max()
+
+    def refresh(self, uids, advantages, mask):
+        """New priorities of what was drawn, from its new advantages."""
+        self.priorities[np.searchsorted(self.uids, uids)] = self.to_priorities(advantages, mask)
+
+    def buffer_stats(self, iteration: int) -> dict[str, float]:
+        if len(self) == 0:
+            return dict.fromkeys(("buffer_size", "avg_reuse_count", "max_reuse_count", "avg_age", "oldest_sample"), 0)
+        return {
+            "buffer_size": len(self),
+            "avg_reuse_count": float(self.reuses.mean()),
+            "max_reuse_count": int(self.reuses.max()),
+            "avg_age": float((iteration - self.births).mean()),
+            "oldest_sample": int(self.births.min()),  # iteration in which it was sampled
+        }
+
+    def state_dict(self) -> dict:
+        names = ("uids", "births", "reuses", "priorities")
+        state = {name: torch.from_numpy(getattr(self, name).copy()) for name in names}
+        return state | {"next_uid": self.next_uid, "samples": [self.samples[uid] for uid in self.uids.tolist()]}
+
+    def load_state_dict(self, state: dict):
+        for name in ("uids", "births", "reuses", "priorities"):
+            setattr(self, name, state[name].numpy().copy())
+        self.next_uid, self.samples = state["next_uid"], dict(zip(self.uids.tolist(), state["samples"], strict=True))
+
+
+# --- math ---
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def whiten(x, mask):
+    """Zero mean and unit (population) variance over valid tokens, 0 elsewhere and for a lone token.  (B,R) -> (B,R)"""
+    centred = (x - masked_mean(x, mask)) * mask
+    return centred * (masked_mean(centred**2, mask) + 1e-8).rsqrt()
+
+
+def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
+    """KL penalty on every token, score on the last valid one.  (B,), 3 x (B,R) -> (B,R)"""
+    # k1 = log pi - log pi_ref goes in the reward: as a loss, its expected gradient is zero (k3 is for logging)
+    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
+    last = mask.sum(1, keepdim=True).long() - 1  # (B,1)
+    return rewards.scatter_add(1, last, scores[:, None])
+
+
+def k3_kl(logprobs, ref_logprobs):
+    """KL(pi | pi_ref) per token, never negative (Schulman, "Approximating KL Divergence").  2 x (B,R) -> (B,R)"""
+    logratio = ref_logprobs - logprobs
+    return logratio.exp() - 1 - logratio
+
+
+def compute_gae(rewards, values, mask, gamma, gae_lambda):
+    """Generalized advantages, eq. 11 and 12 of arXiv:1707.06347v2, over valid tokens.  3 x (B,R) -> (B,R)"""
+    assert rewards.shape == values.shape == mask.shape
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # (B,); nothing comes after the last token
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
+        next_value = values[:, t] * mask[:, t]
+    return advantages
+
+
+def policy_loss(new_logprobs, logprobs, advantages, mask, weights, num_tokens, clip_low, clip_high, clip_c):
+    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; clip_c < inf adds the dual clip of arXiv:1912.09729.
+
+    all (B,R) -> loss (), ratio (B,R), clipped (B,R).  `num_tokens` is the whole minibatch's, so micro-batches add up.
+    """
+    # broadcasting hides bugs
+    assert new_logprobs.shape == logprobs.shape == advantages.shape == mask.shape == weights.shape
+    logratio = ((new_logprobs - logprobs) * mask).clamp(-20, 20)  # masked before exp: inf * 0 is a NaN gradient
+    ratio = logratio.exp()
+    surrogate = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    too_far = (advantages < 0) & (ratio > clip_c)  # without a bound, one stale token can own the gradient
+    surrogate = torch.where(too_far, min(clip_c, 1e6) * advantages, surrogate)
+    clipped = too_far | ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & (ratio < 1 - clip_low))
+    # token mean over the batch, not per sequence: that would under-weight long answers (DAPO, arXiv:2503.14476)
+    return -(surrogate * weights * mask).sum() / num_tokens, ratio.detach(), clipped
+
+
+def value_loss(new_values, values, returns, mask, weights, num_tokens, clip_coef):
+    """Half the squared error of the new value, or of the new value held near the old one if worse.  (B,R) -> ()"""
+    assert new_values.shape == values.shape == returns.shape == mask.shape == weights.shape
+    held = values + (new_values - values).clamp(-clip_coef, clip_coef)
+    error = torch.max((new_values - returns) ** 2, (held - returns) ** 2)
+    return 0.5 * (error * weights * mask).sum() / num_tokens
+
+
+def explained_variance(values, returns, mask):
+    """1: the critic predicts the returns; 0: no better than a constant.  2 x (B,R) -> ()"""
+    variance, residual = ((x - masked_mean(x, mask)) ** 2 for x in (returns, returns - values))
+    return 1 - masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)
+
+
+# v1: lr_schedule
+def learning_rate_at(iteration, num_iterations, learning_rate, kind, warmup_steps, plateau_scale):
+    """Rate of one iteration, the first being 1; linear and cosine end at 0."""
+    if iteration <= warmup_steps:
+        return learning_rate * iteration / warmup_steps
+    progress = (iteration - 1 - warmup_steps) / (num_iterations - warmup_steps)
+    shape = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": plateau_scale}
+    return learning_rate * shape.get(kind, 1)
+
+
+# v1: adaptive_kl
+def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_answers):
+    """Proportional controller of section 2.2 of arXiv:1909.08593; `kl` in nats per answer."""
+    error = min(max(kl / kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_answers / kl_horizon)
+
+
+# v2: correction
+def behaviour_correction(prox_logprobs, behaviour_logprobs, mask, correction, cap):
+    """What a stale token's ratio is taken to, and its weight in the policy loss.  3 x (B,R) -> (B,R), (B,R)
+
+    Decoupled PPO, section 4 of arXiv:2110.00641: the clip limits the step from pi_prox, the weight min(pi_prox/mu, cap)
+    makes up for who sampled. Clipped around mu, a stale token has spent its trust region before the update begins.
+    """
+    if correction == "behaviour":
+        return behaviour_logprobs, torch.ones_like(mask)
+    weights = ((prox_logprobs - behaviour_logprobs) * mask).clamp(-20, 20).exp().clamp(max=cap)
+    return prox_logprobs, weights if correction == "decoupled" else torch.ones_like(mask)
+
+
+def effective_sample_size(weights):
+    """(sum w)^2 / (n sum w^2): 1 where all weights are equal, 1/n where one owns the batch.  (n,) -> ()"""
+    return weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=1e-30)
+
+
+def forecast_efficiency(batch_size, sample_size, max_reuse) -> tuple[float, str]:
+    """Samples that will enter an update per sample generated, in the long run, and what limits it."""
+    per_fresh = sample_size / batch_size
+    if per_fresh <= max_reuse:
+        return 1 + per_fresh, f"{sample_size} drawn per {batch_size} generated"
+    return 1 + max_reuse, f"at most {max_reuse} draws of each"
+
+
+# --- rollout ---
+def encode_prompt(tokenizer, prompt: str, chat_template: bool) -> list[int]:
+    if chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(prompt).input_ids
+    closed = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id  # some tokenizers end what they read
+    return ids[:-1] if closed else ids
+
+
+def pad(rows: list[list[int]], pad_id: int, side: Literal["left", "right"]):
+    """-> ids and mask, (B,T) each. The mask comes from lengths: pad_id may be a real token, often it is eos."""
+    gaps = [max(map(len, rows)) - len(row) for row in rows]
+    left = side == "left"
+    ids = [[pad_id] * (gap * left) + row + [pad_id] * (gap * (not left)) for gap, row in zip(gaps, rows, strict=True)]
+    mask = [[0] * (gap * left) + [1] * len(row) + [0] * (gap * (not left)) for gap, row in zip(gaps, rows, strict=True)]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def sample_token(logits, uniforms):
+    """Inverse-CDF draw. One uniform per row: an answer does not depend on the rows beside it.  (B,V), (B,) -> (B,)"""
+    cdf = logits.softmax(-1).cumsum(-1)
+    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(-1)
+    return token.clamp(max=logits.shape[-1] - 1)
+
+
+@torch.no_grad()
+def generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, max_response_length, temperature, uniforms=None):
+    """Sample at `temperature`, or greedily where `uniforms` (B,R) is None.  -> response_ids, response_mask, logprobs
+
+    Not transformers' `generate`: that applies what a checkpoint's generation config holds, and the log-probs of the
+    policy would not be those of the sampler.
+    """
+    shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
+    response_ids, response_mask = torch.full(shape, pad_id, device=device), torch.zeros(shape, dtype=int, device=device)
+    logprobs = torch.zeros(shape, device=device)
+    alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; the others stop costing
+    cache, ids, mask, position_ids = DynamicCache(), prompt_ids, prompt_mask, positions(prompt_mask)
+    for t in range(max_response_length):
+        logits = policy.step(ids, mask, position_ids, cache).float() / temperature  # (A,V)
+        token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
+        response_ids[alive, t], response_mask[alive, t] = token, 1  # includes the EOS and nothing after it
+        logprobs[alive, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        going = (~torch.isin(token, eos_ids)).nonzero().squeeze(-1)
+        if len(going) == 0:
+            break
+        if len(going) < len(alive):
+            cache.batch_select_indices(going)
+            alive, token, mask, position_ids = alive[going], token[going], mask[going], position_ids[going]
+        ids, position_ids = token[:, None], position_ids[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    return response_ids[:, : t + 1], response_mask[:, : t + 1], logprobs[:, : t + 1]
+
+
+def decode(tokenizer, response_ids, response_mask, eos_ids) -> tuple[list[str], list[bool]]:
+    """-> texts without the EOS, and which rows have one"""
+    rows = [ids[:n] for ids, n in zip(response_ids.tolist(), response_mask.sum(1).tolist(), strict=True)]
+    ended = [row[-1] in eos_ids.tolist() for row in rows]
+    rows = [row[:-1] if end else row for row, end in zip(rows, ended, strict=True)]
+    return tokenizer.batch_decode(rows, skip_special_tokens=True), ended
+
+
+# v2: mix
+def join(fresh, replayed, side: Literal["left", "right"]):
+    """Rows of both, padded to one width.  (B,T), (D,T') -> (B+D,max T)"""
+    width = max(fresh.shape[1], replayed.shape[1])
+    sides = [(width - x.shape[1], 0) if side == "left" else (0, width - x.shape[1]) for x in (fresh, replayed)]
+    return torch.cat([nn.functional.pad(x, gap) for x, gap in zip((fresh, replayed), sides, strict=True)])
+
+
+# v2: correction
+@torch.no_grad()
+def bring_up_to_date(policy, samples: list[dict], draw_weights, pad_id, kl_coef, args, device):
+    """Drawn rollouts as a batch for this update: pi_prox, values and advantages as the policy sees them now.
+
+    -> batch, advantages before whitening (D,R), log pi_prox - log mu (D,R)
+    """
+
+    def padded(name):  # floats
+        return nn.utils.rnn.pad_sequence([sample[name] for sample in samples], batch_first=True).to(device)
+
+    prompt_ids, prompt_mask = pad([sample["prompt_ids"].tolist() for sample in samples], pad_id, "left")
+    response_ids, response_mask = pad([sample["response_ids"].tolist() for sample in samples], pad_id, "right")
+    tokens = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    tokens |= dict(response_ids=response_ids, response_mask=response_mask)
+    tokens = {name: x.to(device) for name, x in tokens.items()}
+    split = torch.arange(len(samples)).split(args.minibatch_size)
+    outputs = [policy(**{n: x[inds] for n, x in tokens.items()}, temperature=args.temperature) for inds in split]
+    prox_logprobs, _, values = map(torch.cat, zip(*outputs, strict=True))
+    mask, scores = tokens["response_mask"].float(), torch.stack([sample["scores"] for sample in samples]).to(device)
+    rewards = token_rewards(scores, prox_logprobs, padded("ref_logprobs"), mask, kl_coef)
+    advantages = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
+    behaviour_logprobs = padded("logprobs")
+    logprobs, is_weights = behaviour_correction(
+        prox_logprobs, behaviour_logprobs, mask, args.replay_correction, args.replay_is_cap
+    )
+    batch = tokens | dict(logprobs=logprobs, values=values, returns=advantages + values, is_weights=is_weights)
+    batch["advantages"] = whiten(advantages, mask)  # apart from the fresh rows: what was drawn is not a fair sample
+    draw_weights = torch.as_tensor(draw_weights, dtype=torch.float32, device=device)
+    batch["weights"] = draw_weights[:, None].expand_as(mask)
+    return batch, advantages, (prox_logprobs - behaviour_logprobs) * mask
+
+
+# --- evaluate ---
+def evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args) -> float:
+    """Mean score of greedy answers to the held-out prompts. Draws no random number, so it cannot change training."""
+    total = 0.0
+    for start in range(0, len(task.evaluation), args.batch_size):
+        prompts, answers = zip(*task.evaluation[start : start + args.batch_size], strict=True)
+        rows = [encode_prompt(tokenizer, prompt, args.chat_template) for prompt in prompts]
+        prompt_ids, prompt_mask = (x.to(eos_ids.device) for x in pad(rows, pad_id, "left"))
+        limits = (args.max_response_length, args.temperature)
+        response_ids, response_mask, _ = generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, *limits)
+        responses, ended = decode(tokenizer, response_ids, response_mask, eos_ids)
+        total += score_responses(scorer, args, prompts, responses, answers, ended).sum().item()
+    return total / len(task.evaluation)
+
+
+# --- run folder ---
+class Writer:
+    """metrics.jsonl, wandb, the progress line. Opens at the first log: a run that fails its checks leaves nothing."""
+
+    def __init__(self, args, run_dir: Path, total: int, enabled: bool = True):
+        self.args, self.run_dir, self.enabled = args, run_dir, enabled
+        self.file = self.wandb = None
+        self.started = time.time()
+        self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
+        self.total, self.every = total, max(1, total // 15)
+
+    def open(self):
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
+            self.file = open(self.run_dir / "metrics.jsonl", "a")
+        except OSError as error:
+            fail(f"cannot write into the run folder {self.run_dir}: {error.strerror}", code=1)
+        if self.args.track:
+            import wandb
+
+            names = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, name=self.run_dir.name)
+            self.wandb = wandb.init(**names, config=asdict(self.args), dir=self.run_dir)
+
+    def log(self, metrics: dict[str, float], global_step: int):
+        if not self.enabled:
+            return
+        if self.file is None:
+            self.open()
+        row = {"global_step": global_step, "time": round(time.time() - self.started, 3)}
+        row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON knows no NaN
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as error:
+            fail(f"cannot write {self.run_dir / 'metrics.jsonl'}: {error.strerror}", code=1)
+        if self.wandb:
+            self.wandb.log(metrics, step=global_step)
+
+    def status(self, line: str, done: int):
+        """The numbers a person watches: behind the bar on a terminal, else a plain line now and then."""
+        self.bar.set_postfix_str(line, refresh=False)
+        self.bar.update(done - self.bar.n)
+        if self.enabled and self.bar.disable and (done % self.every == 0 or done == self.total):
+            print(f"[{done}/{self.total}] {line}", flush=True)
+
+    def close(self, summary: dict, curves: list[str]):
+        self.bar.close()
+        if not self.enabled:
+            return
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        plot_curves(self.run_dir, curves)
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def plot_curves(run_dir: Path, keys: list[str]):
+    """curves.png: one panel per key of metrics.jsonl, against global_step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(12, 2.8 * math.ceil(len(keys) / 3)), layout="tight")
+    for i, key in enumerate(keys, 1):
+        axis = figure.add_subplot(math.ceil(len(keys) / 3), 3, i)
+        points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 12 else None)
+        axis.set_title(key, fontsize=10)
+        axis.grid(alpha=0.3)
+    FigureCanvasAgg(figure).print_png(run_dir / "curves.png")
+
+
+def pick_device(name: str) -> torch.device:
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind in available if available[kind])
+    if not available[name]:
+        fail(f"--device {name} is not available here; allowed: auto, {', '.join(k for k in available if available[k])}")
+    return torch.device(name)
+
+
+# v1: checkpoint
+def save_checkpoint(path: Path, state: dict):
+    """Whole or not at all: temporary file, fsync, rename. A kill at any moment leaves the previous checkpoint good."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # the rename itself must survive a power cut, too
+        os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        temporary.unlink(missing_ok=True)
+        fail(f"cannot write checkpoint {path}: {str(error).splitlines()[0]}; what was saved before is intact", code=1)
+
+
+def load_checkpoint(path: Path) -> dict:
+    """Tensors and plain values only: a checkpoint from somebody else cannot run code."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        fail(f"checkpoint {path} does not exist")
+    except Exception as error:  # truncated zip, foreign pickle, wrong magic: many types, one meaning
+        fail(f"checkpoint {path} is damaged or not one of ours: {(str(error) or repr(error)).splitlines()[0]}")
+
+
+def find_checkpoint(args) -> Path | None:
+    """What --resume means: the newest complete checkpoint, or None where there is none."""
+    if args.resume not in (None, "auto") and not Path(args.resume).is_dir():
+        return Path(args.resume)
+    folders = [Path(args.run_dir)] if args.run_dir else Path("runs").glob(f"{args.exp_name}__{args.seed}__*")
+    if args.resume != "auto":
+        folders = [Path(args.resume)] if args.resume else []
+    found = [path for folder in folders for path in folder.glob("checkpoints/checkpoint_*.pt")]
+    return max(found, key=lambda path: (path.stat().st_mtime, path.name), default=None)
+
+
+def cut_back(path: Path, global_step: int):
+    """Drop the rows of metrics.jsonl that the resumed run will write again, and a half-written last one."""
+    if path.exists():
+        rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        rows = [line for line in rows if json.loads(line)["global_step"] <= global_step]
+        path.write_text("".join(row + "\n" for row in rows))
+
+
+# v1: signals
+class StopSignal:
+    """SIGINT or SIGTERM: finish what is under way, save, end. The second one ends at once."""
+
+    def __init__(self):
+        self.received = None
+        self.previous = {}
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(self, number, frame):
+        if self.received is not None:
+            os._exit(128 + number)
+        self.received = number
+        print(f"{signal.Signals(number).name}: finishing this step, then saving; again: end now", file=sys.stderr)
+
+    def restore(self):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+# v1: distributed
+def init_distributed(device: torch.device) -> tuple[int, int, torch.device]:
+    """Rank, number of ranks and this rank's device; (0, 1, device) without torchrun."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    atexit.register(dist.destroy_process_group)
+    if dist.get_rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # one voice is enough
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def gather_rows(x, side: Literal["left", "right"], world_size: int):
+    """Every rank's rows, in the order of one process: rank r holds rows r, r + world_size, ...  (b,T) -> (B,max T)"""
+    width = torch.tensor(x.shape[1], device=x.device)
+    dist.all_reduce(width, dist.ReduceOp.MAX)
+    gap = int(width) - x.shape[1]
+    x = nn.functional.pad(x, (gap, 0) if side == "left" else (0, gap)).contiguous()
+    parts = [torch.empty_like(x) for _ in range(world_size)]
+    dist.all_gather(parts, x)
+    return torch.stack(parts, 1).flatten(0, 1)
+
+
+def shard(policy, device):
+    """FSDP2, layer by layer."""
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    layers = max((m for m in policy.lm.modules() if isinstance(m, nn.ModuleList)), key=len)
+    for module in (*layers, policy):
+        fully_shard(module, mesh=mesh)
+    register_fsdp_forward_method(policy, "step")
+    return policy
+
+
+def keep_whole(policy, whole: bool):
+    """Sampling stays free of communication: ranks end at different lengths, so sharded steps would wait for ever."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(not whole, recurse=False)
+            if not whole:
+                module.reshard()
+
+
+def sync_gradients(policy, world_size: int):
+    """Sum over ranks: each loss was divided by the tokens of all. FSDP has averaged already, so that is scaled back."""
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+    if isinstance(policy, FSDPModule):
+        for gradient in gradients:
+            gradient.mul_(world_size)
+    elif world_size > 1:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def sum_over_ranks(stats: dict, world_size: int, device) -> dict:
+    if world_size == 1:
+        return stats
+    values = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in stats.values()])
+    dist.all_reduce(values)
+    return dict(zip(stats, values, strict=True))
+
+
+def whole_state(policy, optimizer) -> tuple[dict, dict]:
+    """State dicts of model and optimizer; sharded ones are gathered on rank 0."""
+    if not isinstance(policy, FSDPModule):
+        return policy.state_dict(), optimizer.state_dict()
+    options = sharded_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return sharded_state.get_state_dict(policy, optimizer, options=options)
+
+
+def load_state(policy, optimizer, model_state: dict, optimizer_state: dict):
+    if not isinstance(policy, FSDPModule):
+        policy.load_state_dict(model_state)
+        optimizer.load_state_dict(optimizer_state)
+        return
+    options = sharded_state.StateDictOptions(full_state_dict=True)
+    states = dict(model_state_dict=model_state, optim_state_dict=optimizer_state)
+    sharded_state.set_state_dict(policy, optimizer, **states, options=options)
+
+
+def save_model(policy, tokenizer, folder: Path, rank: int):
+    """An ordinary Hugging Face folder, swapped in whole."""
+    state = None
+    if isinstance(policy, FSDPModule):
+        options = sharded_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = sharded_state.get_model_state_dict(policy, options=options)
+        state = {name.removeprefix("lm."): x for name, x in state.items() if name.startswith("lm.")}
+    if rank > 0:
+        return
+    temporary, old = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    shutil.rmtree(temporary, ignore_errors=True)
+    policy.lm.save_pretrained(temporary, state_dict=state)
+    tokenizer.save_pretrained(temporary)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# --- main ---
+def warm_start(policy, task, tokenizer, eos_ids, pad_id, args):
+    """Supervised steps on scrambled answers: what comes out answers in the right form, and is right by chance only."""
+    optimizer = torch.optim.AdamW(policy.lm.parameters(), lr=1e-3, fused=True)
+    rng = np.random.default_rng([args.seed, 0, 1])
+    for step in range(args.sft_steps):
+        pairs = [task.train(10**9 + step * 64 + i) for i in range(64)]  # far behind the positions that the run will use
+        answers = [tokenizer(task.scramble(rng, answer), add_special_tokens=False).input_ids for _, answer in pairs]
+        answers = [(row + eos_ids[:1].tolist())[: args.max_response_length] for row in answers]
+        prompts = [encode_prompt(tokenizer, prompt, args.chat_template) for prompt, _ in pairs]
+        batch = [x.to(eos_ids.device) for x in (*pad(prompts, pad_id, "left"), *pad(answers, pad_id, "right"))]
+        logprobs, _, _ = policy(*batch, temperature=1.0)
+        optimizer.zero_grad()
+        (-masked_mean(logprobs, batch[3])).backward()
+        optimizer.step()
+
+
+# v1: checkpoint
+def check_resumed_args(args, saved: dict, path: Path):
+    """Other options are listed; ones that would make it another run are refused."""
+    if not isinstance(saved, dict) or not {"args", "policy", "optimizer", "counters", "controls"} <= saved.keys():
+        fail(f"checkpoint {path} is not one of ppo.py's children")
+    fixed = ("seed", "task", "model_name", "hidden_size", "num_layers", "separate_critic", "sft_steps", "batch_size")
+    ignored = ("resume", "run_dir", "exp_name")
+    for name, now in asdict(args).items():
+        before = saved["args"].get(name)
+        if name in fixed and before != now:
+            fail(f"--{name.replace('_', '-')} {now} does not fit {path}, which was trained with {before}")
+        if name not in ignored and before != now:
+            print(f"resuming with another --{name.replace('_', '-')}: {before} before, {now} now")
+
+
+def main(args: Args) -> dict[str, float]:
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
+    # v1: checkpoint
+    resume_path = find_checkpoint(args)
+    saved = load_checkpoint(resume_path) if resume_path else None
+    if saved:
+        check_resumed_args(args, saved, resume_path)
+        run_dir = resume_path.absolute().parent.parent
+    elif args.resume:
+        print("nothing to resume: starting fresh")
+    if (run_dir / "metrics.jsonl").exists() and not args.resume:
+        fail(f"--run-dir {run_dir} holds a run already: choose another folder")
+    device = pick_device(args.device)
+    # v1: distributed
+    rank, world_size, device = init_distributed(device)
+    if args.minibatch_size % (world_size * args.gradient_accumulation_steps):
+        fail(f"--batch-size {args.batch_size} does not divide into {world_size} ranks x minibatches x micro-batches")
+    if args.fsdp and world_size == 1:
+        fail("--fsdp True is not allowed: it needs torchrun with two processes or more")
+    policy, tokenizer, eos_ids, pad_id = load_policy(args)
+    policy, eos_ids = policy.to(device), eos_ids.to(device)
+    task = make_task(args, lambda p: len(encode_prompt(tokenizer, p, args.chat_template)) <= args.max_prompt_length)
+    scorer = make_scorer(args, task, device)
+
+    if args.model_name is None:
+        warm_start(policy, task, tokenizer, eos_ids, pad_id, args)
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None  # frozen pi_ref
+    # v1: distributed
+    if world_size > 1:
+        for parameter in policy.parameters():
+            dist.broadcast(parameter.data, 0)
+        if args.fsdp:
+            policy, reference = shard(policy, device), reference and shard(reference, device)
+    # v1: memory
+    if args.gradient_checkpointing:
+        policy.lm.gradient_checkpointing_enable()
+        for module in policy.modules():  # it works in train() mode only, and dropout would be noise in ratios
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.0
+    if args.bf16:
+        autocast = torch.autocast(device.type, torch.bfloat16)  # also a decorator, so that no line below moves
+        for model in filter(None, (policy, reference)):
+            model.forward, model.step = autocast(model.forward), autocast(model.step)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
+    sample_rng = torch.Generator().manual_seed(args.seed)  # one per purpose: more draws of one leave the other alone
+    shuffle_rng = torch.Generator().manual_seed(args.seed + 1)
+
+    writer = Writer(
+        args,
+        run_dir,
+        total=args.num_iterations,
+        enabled=rank == 0,  # v1: distributed
+    )
+    iteration = global_step = skipped_steps = skipped_in_a_row = 0
+    kl_coef = args.kl_coef
+    best_score, stale_evals, plateau_evals, plateau_scale = -math.inf, 0, 0, 1.0
+    # v2: buffer
+    buffer = ReplayBuffer(args.priority_alpha, args.priority_age_tau, args.use_priority_sampling)
+    replay_rng = np.random.default_rng([args.seed, 2, 2])
+    beta, trained, replayed_total, last_kl = args.priority_beta, 0, 0, 0.0
+    max_reuse = 6 if args.adaptive_reuse else args.max_replay_reuse
+    sample_size = args.replay_sample_size
+    if args.new_samples_ratio is not None:
+        sample_size = round(args.batch_size * (1 - args.new_samples_ratio) / args.new_samples_ratio)
+    if args.use_replay_buffer:
+        forecast, limit = forecast_efficiency(args.batch_size, sample_size, max_reuse)
+        print(f"replay: EFF will come near {forecast:.2f}x (limited by {limit})")
+        if args.min_replay_size > args.num_iterations * args.batch_size:
+            print(f"warning: {args.num_iterations * args.batch_size} rollouts in all never reach --min-replay-size")
+    # v1: checkpoint
+    if saved:
+        load_state(policy, optimizer, saved["policy"], saved["optimizer"])
+        sample_rng.set_state(saved["sample_rng"])
+        shuffle_rng.set_state(saved["shuffle_rng"])
+        iteration, global_step, skipped_steps, skipped_in_a_row = saved["counters"]
+        best_score, stale_evals, plateau_evals, plateau_scale, kl_coef = saved["controls"]
+        metrics = saved["metrics"]
+        # v2: buffer
+        if args.use_replay_buffer and "replay" in saved:
+            buffer.load_state_dict(saved["replay"]["buffer"])
+            replay_rng.bit_generator.state = json.loads(saved["replay"]["rng"])
+            beta, trained, replayed_total, last_kl = saved["replay"]["counters"]
+        print(f"resumed {resume_path} at iteration {iteration}")
+    if args.resume and rank == 0:
+        cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
+        if (run_dir / "best.old").exists() and not (run_dir / "best").exists():
+            (run_dir / "best.old").rename(run_dir / "best")  # killed between the two renames of save_model
+    # v1: signals
+    stop = StopSignal()
+    keep_whole(policy, True)
+    if iteration == 0:
+        metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
+        writer.log(metrics, global_step)
+        best_score = metrics["eval/score"]
+    start_time, start_step = time.time(), global_step
+    # v1: config
+    if rank == 0:
+        versions = {m.__name__: m.__version__ for m in (torch, transformers, np)} | {"python": sys.version.split()[0]}
+        config = {"args": asdict(args), "argv": sys.argv, "versions": versions, "world_size": world_size}
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "training_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    while iteration < args.num_iterations:
+        iteration += 1
+        iteration_start = time.time()
+        # v1: lr_schedule
+        schedule = (args.num_iterations, args.learning_rate, args.lr_scheduler_type, args.warmup_steps)
+        lr = learning_rate_at(iteration, *schedule, plateau_scale)
+        optimizer.param_groups[0]["lr"] = lr
+
+        # 1 collect
+        prompts, answers = zip(*(task.train(global_step + i) for i in range(args.batch_size)), strict=True)
+        # v1: distributed
+        prompts, answers = prompts[rank::world_size], answers[rank::world_size]
+        rows = [encode_prompt(tokenizer, prompt, args.chat_template) for prompt in prompts]
+        prompt_ids, prompt_mask = (x.to(device) for x in pad(rows, pad_id, "left"))  # (B,P)
+        uniforms = torch.rand(args.batch_size, args.max_response_length, generator=sample_rng).to(device)
+        # v1: distributed
+        uniforms = uniforms[rank::world_size]
+        limits = (args.max_response_length, args.temperature)
+        response_ids, response_mask, sampler_logprobs = generate(
+            policy, prompt_ids, prompt_mask, eos_ids, pad_id, *limits, uniforms
+        )  # 3 x (B,R)
+        global_step += args.batch_size
+
+        # 2 score
+        responses, ended = decode(tokenizer, response_ids, response_mask, eos_ids)
+        scores = score_responses(scorer, args, prompts, responses, answers, ended).to(device)  # (B,)
+        tokens = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+        tokens |= dict(response_ids=response_ids, response_mask=response_mask)
+        with torch.no_grad():  # by the training forward, not by the sampler: the first minibatch then has a ratio of 1
+            split = torch.arange(len(scores)).split(args.minibatch_size)
+            chunks = [{name: x[inds] for name, x in tokens.items()} for inds in split]
+            outputs = [policy(**chunk, temperature=args.temperature) for chunk in chunks]
+            logprobs, entropy, values = map(torch.cat, zip(*outputs, strict=True))  # 3 x (B,R)
+            ref_logprobs = logprobs
+            if reference is not None:
+                ref_logprobs = torch.cat([reference(**chunk, temperature=args.temperature)[0] for chunk in chunks])
+
+        # v1: distributed
+        if world_size > 1:  # every rank gets the whole batch: moments and token counts are then those of one process
+            sides = {name: "left" if "prompt" in name else "right" for name in tokens}
+            tokens = {name: gather_rows(x, sides[name], world_size) for name, x in tokens.items()}
+            per_token = (sampler_logprobs, logprobs, entropy, values, ref_logprobs)
+            sampler_logprobs, logprobs, entropy, values, ref_logprobs = (
+                gather_rows(x, "right", world_size) for x in per_token
+            )
+            response_mask = tokens["response_mask"]
+            per_answer = torch.stack([scores, torch.tensor(ended, dtype=torch.float32, device=device)], 1)
+            scores, ended = gather_rows(per_answer, "right", world_size).unbind(1)
+            ended = ended.bool().tolist()
+
+        # 3 advantages
+        mask = response_mask.float()
+        rewards = token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
+        advantages = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
+        batch = tokens | dict(logprobs=logprobs, values=values, returns=advantages + values)  # returns before whitening
+        batch["advantages"] = whiten(advantages, mask)
+        batch["weights"] = torch.ones_like(mask)  # of a token in both losses
+        # v2: buffer, mix
+        batch["is_weights"] = torch.ones_like(mask)  # of a token in the policy loss: fresh tokens need no correction
+        num_drawn, replay_metrics = 0, {}
+        if args.use_replay_buffer:
+            # v2: controllers
+            reuse = 2 if args.adaptive_reuse and last_kl >= 0.01 else max_reuse
+            grown = args.replay_start_size is None or iteration >= args.replay_grow_iteration
+            capacity = args.replay_buffer_size if grown else args.replay_start_size
+            buffer.evict(iteration, args.staleness_threshold, max_reuse, capacity)
+            fresh = tokens | dict(logprobs=logprobs, ref_logprobs=ref_logprobs, values=values, scores=scores)
+            fresh |= dict(advantages=advantages)  # before whitening
+            drawable = int((buffer.reuses < reuse).sum()) if len(buffer) >= args.min_replay_size else 0
+            num_drawn = min(sample_size, drawable) // world_size * world_size
+        if num_drawn:
+            uids, draw_weights = buffer.draw(num_drawn, iteration, reuse, beta, replay_rng)
+            beta = min(1.0, beta + args.priority_beta_increment)
+            samples = [buffer.samples[uid] for uid in uids.tolist()]
+            drawn, drawn_advantages, drift = bring_up_to_date(
+                policy, samples, draw_weights, pad_id, kl_coef, args, device
+            )
+            drawn_mask = drawn["response_mask"].float()
+            buffer.refresh(uids, drawn_advantages, drawn_mask)
+            drift_kl = ((drift.exp() - 1 - drift) * drawn_mask).sum(1) / drawn_mask.sum(1)  # k3 of KL(mu | pi_prox)
+            replay_metrics = {
+                "replay/ess": effective_sample_size(drawn["is_weights"][drawn_mask.bool()]).item(),
+                "replay/is_mean": masked_mean(drawn["is_weights"], drawn_mask).item(),
+                "replay/is_cap_frac": masked_mean((drift.exp() >= args.replay_is_cap).float(), drawn_mask).item(),
+                "replay/kl_behaviour": masked_mean(drift_kl[:, None].expand_as(drawn_mask), drawn_mask).item(),
+                "replay/age": float(iteration - buffer.births[np.searchsorted(buffer.uids, uids)].mean()),
+                "replay/score": float(np.mean([sample["scores"] for sample in samples])),
+            }
+            # v2: controllers
+            if args.replay_max_kl is not None:
+                near = (drift_kl <= args.replay_max_kl).nonzero().squeeze(-1)
+                near = near[: len(near) // world_size * world_size]
+                drawn, num_drawn = {name: x[near] for name, x in drawn.items()}, len(near)
+            batch = {name: join(batch[name], drawn[name], "left" if "prompt" in name else "right") for name in batch}
+        rollout_time = time.time() - iteration_start
+
+        # 4 update
+        keep_whole(policy, False)
+        policy.train(args.gradient_checkpointing)
+        sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
+        num_updates = num_applied = 0
+        for epoch in range(args.update_epochs):
+            minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
+            # v2: mix
+            if num_drawn and (args.replay_epochs is None or epoch < args.replay_epochs):
+                order = torch.randperm(num_drawn, generator=shuffle_rng).to(device) + args.batch_size
+                parts = order.view(-1, world_size).tensor_split(args.num_minibatches)
+                minibatches = [torch.cat([a, b.flatten()]) for a, b in zip(minibatches, parts, strict=True)]
+            for mb_inds in minibatches:
+                num_tokens = batch["response_mask"][mb_inds].sum()
+                stats = {}
+                optimizer.zero_grad()
+                # v1: grad_accum, distributed
+                for micro_inds in mb_inds[rank::world_size].chunk(args.gradient_accumulation_steps):
+                    mb = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                    mb_mask = mb["response_mask"].float()
+                    mb_tokens = {name: mb[name] for name in tokens}
+                    new_logprobs, new_entropy, new_values = policy(
+                        **mb_tokens, temperature=args.temperature, entropy_grad=args.ent_coef > 0
+                    )
+                    pg_loss, ratio, clipped = policy_loss(
+                        new_logprobs, mb["logprobs"], mb["advantages"], mb_mask,
+                        mb["weights"] * mb["is_weights"],  # v2: correction
+                        num_tokens,
+                        clip_low=args.clip_coef,
+                        clip_high=args.clip_coef_high or args.clip_coef,  # v1: clip
+                        clip_c=args.dual_clip or math.inf,  # v1: clip
+                    )  # fmt: skip
+                    v_loss = value_loss(
+                        new_values, mb["values"], mb["returns"], mb_mask,
+                        mb["weights"],
+                        num_tokens,
+                        clip_coef=args.vf_clip_coef,
+                    )  # fmt: skip
+                    entropy_loss = (new_entropy * mb_mask).sum() / num_tokens
+                    loss = pg_loss + args.vf_coef * v_loss - args.ent_coef * entropy_loss
+                    loss.backward()
+                    micro_stats = {
+                        "losses/policy_loss": pg_loss.detach(),
+                        "losses/value_loss": v_loss.detach(),
+                        "losses/entropy": entropy_loss.detach(),
+                        "losses/approx_kl": ((ratio - 1 - ratio.log()) * mb_mask).sum() / num_tokens,
+                        "losses/clipfrac": (clipped * mb_mask).sum() / num_tokens,
+                        "total_loss": loss.detach(),  # v1: metrics
+                    }
+                    # v2: status
+                    if num_drawn:
+                        fresh_mask = mb_mask * (micro_inds < args.batch_size)[:, None]
+                        for source, part in (("fresh", fresh_mask), ("replay", mb_mask - fresh_mask)):
+                            kl = ((ratio - 1 - ratio.log()) * part).sum()
+                            counts = {"tokens": part.sum(), "approx_kl": kl, "clipfrac": (clipped * part).sum()}
+                            micro_stats |= {f"{source}/{name}": value for name, value in counts.items()}
+                    stats = {name: stats.get(name, 0) + value for name, value in micro_stats.items()}
+                    if num_updates == 0:
+                        first_ratio_error = ((ratio - 1) * mb_mask).abs().max()
+                # v1: distributed
+                sync_gradients(policy, world_size)
+                stats = sum_over_ranks(stats, world_size, device)
+                stats["losses/grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                if args.fsdp:
+                    stats["losses/grad_norm"] = stats["losses/grad_norm"].full_tensor()
+                num_updates += 1
+                if not math.isfinite(stats["losses/grad_norm"]):  # a NaN must not reach the weights
+                    skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
+                    if skipped_in_a_row >= args.max_skipped_steps:
+                        fail(f"{skipped_in_a_row} gradients in a row were not finite (iteration {iteration})", code=1)
+                    continue
+                optimizer.step()
+                num_applied, skipped_in_a_row = num_applied + 1, 0
+                sums = {name: sums.get(name, 0) + value for name, value in stats.items()}
+            # v1: target_kl
+            if args.target_kl is not None and stats["losses/approx_kl"] > 1.5 * args.target_kl:
+                break
+        policy.eval()
+        keep_whole(policy, True)
+
+        # 5 log
+        metrics = {name: float(value) / num_applied for name, value in sums.items()}  # none if all were skipped
+        metrics |= {
+            "losses/explained_variance": explained_variance(values, advantages + values, mask).item(),
+            "losses/ref_kl": masked_mean(k3_kl(logprobs, ref_logprobs), mask).item(),
+            "losses/first_ratio_error": first_ratio_error.item(),
+            "losses/skipped_steps": skipped_steps,
+            "rollout/logprob_mismatch": masked_mean((logprobs - sampler_logprobs).abs(), mask).item(),
+            "rollout/entropy": masked_mean(entropy, mask).item(),
+            "charts/score": scores.mean().item(),
+            "charts/response_length": mask.sum(1).mean().item(),
+            "charts/truncated_frac": 1 - sum(ended) / len(ended),
+            "charts/learning_rate": lr,
+            "charts/SPS": (global_step - start_step) / (time.time() - start_time),
+            "time/rollout": rollout_time,
+            "time/update": time.time() - iteration_start - rollout_time,
+        }
+
+        # v2: buffer, status
+        if args.use_replay_buffer:
+            buffer.add(fresh, mask, tokens["prompt_mask"], iteration)
+            buffer.evict(iteration, args.staleness_threshold, max_reuse, capacity)  # BUF counts what may still be drawn
+            trained += (args.batch_size + num_drawn) if num_applied else 0
+            replayed_total += num_drawn if num_applied else 0
+            last_kl = metrics.get("losses/approx_kl", last_kl)
+            stats = buffer.buffer_stats(iteration)
+            metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
+            metrics |= {"buffer_size": len(buffer), "avg_sample_reuse": stats["avg_reuse_count"]}
+            metrics |= {"replay_ratio": replayed_total / global_step, "sample_efficiency": trained / global_step}
+            metrics |= {"replay/beta": beta, **replay_metrics}
+            for source in ("fresh", "replay"):
+                tokens_seen = metrics.pop(f"{source}/tokens", 0)
+                for name in ("approx_kl", "clipfrac"):
+                    value = metrics.pop(f"{source}/{name}", None)
+                    if tokens_seen:
+                        metrics[f"losses/{name}_{source}"] = value / tokens_seen
+        # v1: metrics
+        metrics |= {"learning_rate": lr, "kl_divergence": ((logprobs - ref_logprobs) * mask).sum(1).mean().item()}
+        # v1: adaptive_kl
+        metrics["losses/kl_coef"] = kl_coef
+        if args.adaptive_kl:
+            kl_coef = adapt_kl_coef(kl_coef, metrics["kl_divergence"], args.kl_target, args.kl_horizon, args.batch_size)
+
+        # 6 evaluate
+        last = iteration == args.num_iterations
+        if last or (args.eval_every and iteration % args.eval_every == 0):
+            metrics["eval/score"] = evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)
+        # v1: early_stopping, best, lr_schedule
+        if "eval/score" in metrics:
+            improvement = metrics["eval/score"] - best_score  # the first evaluation always improves on -inf
+            stale_evals = 0 if improvement > args.early_stopping_threshold else stale_evals + 1
+            plateau_evals = 0 if improvement > args.early_stopping_threshold else plateau_evals + 1
+            if plateau_evals >= args.plateau_patience:
+                plateau_scale, plateau_evals = plateau_scale / 2, 0
+            if improvement > 0:
+                best_score = metrics["eval/score"]
+                save_model(policy, tokenizer, run_dir / "best", rank)
+        early = 0 < args.early_stopping_patience <= stale_evals
+        if "eval/score" in metrics or iteration % args.log_interval == 0:
+            writer.log(metrics, global_step)
+        pl, vl = (metrics.get(f"losses/{name}_loss", math.nan) for name in ("policy", "value"))
+        line = f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}"
+        # v2: status
+        if args.use_replay_buffer:
+            line += f" BUF:{len(buffer)} EFF:{trained / global_step:.1f}x"
+        writer.status(line, done=iteration)
+        # v1: text_log
+        if rank == 0:
+            with open(run_dir / "train.log", "a") as file:
+                line = " ".join(f"{name.split('/')[-1]}={value:.4g}" for name, value in metrics.items())
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {line}\n")
+        # v1: checkpoint, signals
+        stopping = sum_over_ranks({"stop": stop.received is not None}, world_size, device)["stop"] > 0
+        if last or early or stopping or (args.save_every and iteration % args.save_every == 0):
+            model_state, optimizer_state = whole_state(policy, optimizer)
+            state = {"args": asdict(args), "policy": model_state, "optimizer": optimizer_state, "metrics": metrics}
+            state |= {"sample_rng": sample_rng.get_state(), "shuffle_rng": shuffle_rng.get_state()}
+            state["counters"] = (iteration, global_step, skipped_steps, skipped_in_a_row)
+            state["controls"] = (best_score, stale_evals, plateau_evals, plateau_scale, kl_coef)
+            # v2: buffer
+            if args.use_replay_buffer:
+                counters = (beta, trained, replayed_total, last_kl)
+                rng = json.dumps(replay_rng.bit_generator.state)
+                state["replay"] = {"buffer": buffer.state_dict(), "rng": rng, "counters": counters}
+            if rank == 0:
+                save_checkpoint(run_dir / "checkpoints" / f"checkpoint_{iteration:08d}.pt", state)
+                for path in sorted((run_dir / "checkpoints").glob("checkpoint_*.pt"))[: -args.keep_checkpoints]:
+                    path.unlink()
+        if stopping:
+            print(f"stopped after iteration {iteration} and saved; --resume auto --run-dir {run_dir} goes on")
+            break
+        # v1: early_stopping
+        if early:
+            print(f"early stop: no better evaluation than {best_score:.3f} in {stale_evals} of them")
+            break
+    # v1: signals
+    stop.restore()
+    if iteration < args.num_iterations and stop.received is not None:
+        return metrics
+
+    # v1: distributed
+    save_model(policy, tokenizer, run_dir / "final_model", rank)
+    curves = ["charts/score", "eval/score"]
+    curves += ["losses/approx_kl", "losses/entropy", "losses/ref_kl", "losses/explained_variance"]
+    seconds = round(time.time() - start_time, 1)
+    writer.close({"global_step": global_step, "iterations": iteration, "seconds": seconds, **metrics}, curves)
+    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} responses and {seconds} s: {run_dir}")
+    return metrics
+
+
+if __name__ == "__main__":
+    main(parse_args(Args))
