@@ -36,7 +36,8 @@ def fields_of(path):
     fields = {}
     for node, after in zip(body, body[1:], strict=False):
         if isinstance(node, ast.AnnAssign):
-            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant), f"{path.name}: {node.target.id} has no doc"
+            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            assert documented, f"{path.name}: {node.target.id} has no doc"
             fields[node.target.id] = ast.unparse(node.annotation), after.value.value
     return fields
 

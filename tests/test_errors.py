@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 from conftest import LM_SCRIPTS
@@ -43,7 +44,9 @@ def test_options(name, options, words, capsys, tmp_path, monkeypatch):
 
 def start(name, tmp_path, **options):
     script = importlib.import_module(name)
-    tiny = dict(hidden_size=16, num_layers=1, sft_steps=1, batch_size=4, num_minibatches=1, num_iterations=1, eval_size=4, device="cpu")
+    tiny = dict(
+        hidden_size=16, num_layers=1, sft_steps=1, batch_size=4, num_minibatches=1, num_iterations=1, eval_size=4
+    )
     return lambda: script.main(script.Args(**tiny | options, run_dir=str(tmp_path / "run")))
 
 
@@ -54,7 +57,7 @@ def start(name, tmp_path, **options):
         (['{"prompt": "a", "answer": 1}', '{"prompt": "b"'], ["line 2", "not JSON"]),
         (['{"prompt": "a", "answer": 1}', "", '{"prompt": "b", "reply": 1}'], ["line 3", "prompt/answer"]),
         (['{"prompt": 7, "answer": 1}'], ["line 1", "prompt"]),
-        (['[1, 2]'], ["line 1"]),
+        (["[1, 2]"], ["line 1"]),
         (['{"prompt": "a", "answer": 1}'], ["two different prompts"]),
         ([""], ["two different prompts"]),
     ],
@@ -81,14 +84,11 @@ def test_task_names(name, capsys, tmp_path):
         ("[float('inf')] * len(responses)", ["sample 0", "inf"]),
     ],
 )
-def test_reward_function(name, body, words, capsys, tmp_path):
+def test_reward_function(name, body, words, capsys, tmp_path, monkeypatch):
     path = tmp_path / "reward.py"
     path.write_text(f"def mine(prompts, responses, answers):\n    return {body}\n")
-    (tmp_path / "__pycache__").mkdir()
-    call = start(name, tmp_path, reward_fn=f"{path}:mine")
-    import sys
-
-    sys.dont_write_bytecode = True
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    call = start(name, tmp_path, reward_fn=f"{path}:mine", nan_rewards="fail")
     expect(capsys, tmp_path, call, *words)
 
 
@@ -100,10 +100,10 @@ def test_reward_function_that_is_not_there(name, capsys, tmp_path):
 @every_script
 def test_model_folders(name, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
-    expect(capsys, tmp_path, start(name, tmp_path, model_name=str(tmp_path / "empty")), "--model-name", tmp_path / "empty")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"')
-    expect(capsys, tmp_path, start(name, tmp_path, model_name=str(tmp_path / "broken")), "--model-name", tmp_path / "broken")
+    for folder in (tmp_path / "empty", tmp_path / "broken"):
+        expect(capsys, tmp_path, start(name, tmp_path, model_name=str(folder)), "--model-name", folder)
     expect(capsys, tmp_path, start(name, tmp_path, chat_template=True), "--chat-template")
 
 
@@ -124,10 +124,12 @@ def test_a_folder_that_holds_a_run(name, capsys, tmp_path):
         (["--temperature", "0"], ["--temperature 0", "positive"]),
     ],
 )
-def test_command_line(name, flags, words, run_script, tmp_path):
-    if name != "ppo" and flags[0] != "--device":
-        pytest.skip("parse_args is the same text in every script (test_drift)")
-    done = run_script(f"{name}.py", *flags)
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
-    assert not list(tmp_path.iterdir())
+def test_command_line(name, flags, words, capsys, tmp_path, monkeypatch):
+    script = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+    expect(capsys, tmp_path, lambda: script.parse_args(script.Args), *words)
+
+
+def test_exit_code_of_the_process(run_script, tmp_path):
+    done = run_script("ppo.py", "--temperature", 0)
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())

@@ -1,9 +1,10 @@
 """Language-model plumbing on real Hugging Face architectures: padding, positions, EOS, sampling, the LM head's diet."""
 
-import ppo
 import pytest
 import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import ppo
 
 SIZES = dict(vocab_size=40, bos_token_id=None, eos_token_id=1, pad_token_id=None)
 
@@ -64,7 +65,7 @@ def test_sampler_agrees_with_the_training_forward(kind):
 
 
 def test_rows_do_not_depend_on_their_neighbours():
-    """A row sampled alone is the row sampled in a batch, although the others end earlier or later and padding differs."""
+    """A row sampled alone is the row sampled in a batch, although others end earlier or later and padding differs."""
     policy = make_policy("llama")
     prompts = [[5, 6, 7], [9, 8, 7, 6], [4], [3, 3]]
     uniforms = torch.rand(4, 12, generator=torch.Generator().manual_seed(1))
@@ -97,13 +98,12 @@ def test_generation_config_does_not_leak_into_sampling(tmp_path):
     for leaky in (False, True):
         policy, _, _, _ = ppo.load_policy(ppo.Args(hidden_size=16, num_layers=1))
         if leaky:
-            generation = policy.lm.generation_config
-            generation.top_k, generation.do_sample, generation.repetition_penalty, generation.temperature = 1, True, 5.0, 0.1
+            policy.lm.generation_config.update(top_k=1, do_sample=True, repetition_penalty=5.0, temperature=0.1)
         folder = tmp_path / str(leaky)
         policy.lm.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         policy, _, eos_ids, pad_id = ppo.load_policy(ppo.Args(model_name=str(folder)))
-        assert policy.lm.generation_config.top_k == (1 if leaky else None) or not leaky
+        assert (policy.lm.generation_config.top_k == 1) == leaky
         uniforms = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
         prompt = ppo.pad([[5, 6, 7]] * 16, pad_id, "left")
         drawn.append(ppo.generate(policy, *prompt, eos_ids, pad_id, 8, 1.0, uniforms)[0])
@@ -171,7 +171,7 @@ def test_soft_capped_logits_are_refused(tmp_path, capsys):
 def test_tiny_tokenizer_round_trips(tmp_path):
     from transformers import AutoTokenizer
 
-    text = "3142= {x} \"quoted\" ~"
+    text = '3142= {x} "quoted" ~'
     tokenizer = ppo.make_tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):

@@ -2,10 +2,11 @@
 
 import json
 
-import ppo
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
+
+import ppo
 
 
 def always(prompt):
@@ -43,7 +44,8 @@ def write(tmp_path, *rows):
 
 
 def test_jsonl_columns_and_split(tmp_path):
-    rows = [{"prompt": f"p{i}", "answer": i} for i in range(10)] + [{"question": f"q{i}", "answer": f"so #### {i}"} for i in range(10)]
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(10)]
+    rows += [{"question": f"q{i}", "answer": f"so #### {i}"} for i in range(10)]
     rows += [{"problem": f"r{i}", "solution": str(i)} for i in range(10)] + [""]
     task = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), always)
     held_out = {p for p, _ in task.evaluation}
@@ -64,7 +66,8 @@ def test_long_prompts_are_left_out(tmp_path, capsys):
 
 def test_reward_function_replaces_the_verifier(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def count(prompts, responses, answers):\n    return [len(r) + float(a) for r, a in zip(responses, answers)]\n")
+    body = "return [len(r) + float(a) for r, a in zip(responses, answers)]"
+    path.write_text(f"def count(prompts, responses, answers):\n    {body}\n")
     args = ppo.Args(reward_fn=f"{path}:count", missing_eos_penalty=0.5)
     scorer = ppo.make_scorer(args, ppo.make_task(args, always), "cpu")
     scores = ppo.score_responses(scorer, args, ("a", "b"), ["xx", ""], ("3", "4"), [True, False])
@@ -74,7 +77,8 @@ def test_reward_function_replaces_the_verifier(tmp_path):
 def test_a_verifier_point_needs_an_ending():
     args = ppo.Args()
     scorer = ppo.make_scorer(args, ppo.make_task(args, always), "cpu")
-    assert ppo.score_responses(scorer, args, ("21=", "21="), ["12", "12"], ("12", "12"), [True, False]).tolist() == [1, 0]
+    scores = ppo.score_responses(scorer, args, ("21=", "21="), ["12", "12"], ("12", "12"), [True, False])
+    assert scores.tolist() == [1, 0]
 
 
 def test_reward_model_scores_text(tmp_path):
@@ -88,12 +92,14 @@ def test_reward_model_scores_text(tmp_path):
     args = ppo.Args(reward_model_name=str(tmp_path))
     scorer = ppo.make_scorer(args, ppo.make_task(args, always), "cpu")
     scores = scorer(["ab", "a"], ["c", "longer text"], ["", ""])
-    hidden = [model.model(tokenizer(text, return_tensors="pt").input_ids).last_hidden_state[0, -1] for text in ("abc", "alonger text")]
+    ids = [tokenizer(text, return_tensors="pt").input_ids for text in ("abc", "alonger text")]
+    hidden = [model.model(row).last_hidden_state[0, -1] for row in ids]
     assert scores == pytest.approx([model.score(h).item() for h in hidden], abs=1e-6) and scores[0] != scores[1]
 
 
 def test_chat_template_wraps_the_prompt():
     tokenizer = ppo.make_tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}<me>{% endif %}"
     assert tokenizer.decode(ppo.encode_prompt(tokenizer, "hi", True)) == "<user>hi</><me>"
     assert tokenizer.decode(ppo.encode_prompt(tokenizer, "hi", False)) == "hi"

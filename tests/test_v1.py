@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 
-import ppo
-import ppo_v1
 import pytest
 import torch
 from conftest import ROOT, TINY_LM, metrics_without_times
 from test_equivalence import assert_same_run, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ppo
+import ppo_v1
 
 fork = multiprocessing.get_context("fork")  # children start with torch imported
 
@@ -59,7 +60,9 @@ def test_extras_off_is_ppo(tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-@pytest.mark.parametrize("options", [dict(save_every=1), dict(save_every=1, keep_checkpoints=1), dict(early_stopping_patience=9)])
+@pytest.mark.parametrize(
+    "options", [dict(save_every=1), dict(save_every=1, keep_checkpoints=1), dict(early_stopping_patience=9)]
+)
 def test_bookkeeping_changes_no_training_number(options, tmp_path):
     run(tmp_path / "a")
     run(tmp_path / "b", **options)
@@ -75,7 +78,14 @@ def test_gradient_accumulation_is_exact(tmp_path):
         for key, value in weights(tmp_path / steps).items():
             torch.testing.assert_close(value, expected[key], atol=2e-6, rtol=1e-5)
     rows = [metrics_without_times(tmp_path / steps)[1] for steps in ("1", "4")]
-    for key in ("losses/policy_loss", "losses/value_loss", "losses/grad_norm", "losses/entropy", "losses/clipfrac", "total_loss"):
+    for key in (
+        "losses/policy_loss",
+        "losses/value_loss",
+        "losses/grad_norm",
+        "losses/entropy",
+        "losses/clipfrac",
+        "total_loss",
+    ):
         assert rows[0][key] == pytest.approx(rows[1][key], rel=1e-4, abs=1e-6)
 
 
@@ -88,7 +98,10 @@ def test_gradient_checkpointing_changes_no_number(tmp_path):
 
 def test_bf16_stays_near(tmp_path):
     a, b = run(tmp_path / "a", num_iterations=2), run(tmp_path / "b", num_iterations=2, bf16=True)
-    assert a["losses/entropy"] == pytest.approx(b["losses/entropy"], rel=0.02) and a["losses/entropy"] != b["losses/entropy"]
+    assert (
+        a["losses/entropy"] == pytest.approx(b["losses/entropy"], rel=0.02)
+        and a["losses/entropy"] != b["losses/entropy"]
+    )
 
 
 # --- checkpoint ---
@@ -164,8 +177,10 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
 
 
 def test_resume_carries_controllers(tmp_path):
-    """Plateau scale, KL coefficient and early-stop counters survive; a restart of any of them would show in the metrics."""
-    options = LONG | dict(lr_scheduler_type="plateau", plateau_patience=1, adaptive_kl=True, kl_target=0.1, kl_horizon=100)
+    """Plateau scale, KL coefficient and early-stop counters survive; a restart of any would show in the metrics."""
+    options = LONG | dict(
+        lr_scheduler_type="plateau", plateau_patience=1, adaptive_kl=True, kl_target=0.1, kl_horizon=100
+    )
     options |= dict(early_stopping_threshold=10.0, early_stopping_patience=0, eval_every=1)
     run(tmp_path / "whole", **options)
     run(tmp_path / "parts", **options | dict(num_iterations=5))
@@ -232,7 +247,13 @@ def test_full_disk_keeps_what_was_saved(tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    fails(capsys, lambda: run(tmp_path / "run", resume="auto", save_every=1), "cannot write checkpoint", "No space left", code=1)
+    fails(
+        capsys,
+        lambda: run(tmp_path / "run", resume="auto", save_every=1),
+        "cannot write checkpoint",
+        "No space left",
+        code=1,
+    )
     assert {p.name: p.read_bytes() for p in (tmp_path / "run" / "checkpoints").iterdir()} == before
 
 
@@ -473,7 +494,8 @@ def test_torchrun_ends_when_a_rank_fails(tmp_path):
     path.write_text(
         "import os\n"
         "def mine(prompts, responses, answers):\n"
-        "    return [float(len(r)) for r in responses][: 1 if os.environ['RANK'] == '1' and len(prompts) == 4 else None]\n"
+        "    broken = os.environ['RANK'] == '1' and len(prompts) == 4\n"
+        "    return [float(len(r)) for r in responses][: 1 if broken else None]\n"
     )
     flags = "--num-iterations 3 --batch-size 8 --hidden-size 16 --num-layers 1 --sft-steps 1 --eval-size 2".split()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", ROOT / "ppo_v1.py", *flags]

@@ -1,0 +1,105 @@
+"""README, --help, docstrings and code say the same."""
+
+import csv
+import importlib
+import json
+import re
+import shlex
+
+import pytest
+import tyro
+from conftest import LM_SCRIPTS, ROOT, TINY_LM
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^(?:.*&& )?(?:torchrun --nproc-per-node \d+ |python )(\w+)\.py\b([^#\n]*)", README, re.M)
+PARENTS = {"ppo_v1": "ppo", "ppo_v2": "ppo_v1"}
+
+
+def test_the_two_commands_are_at_the_top():
+    head = README[:3000]
+    assert "pip install -r requirements.txt && python ppo_v2.py --use-replay-buffer" in head
+    assert "pip install -r requirements.txt && pytest" in head
+
+
+@pytest.mark.parametrize("script, flags", sorted(set(COMMANDS)))
+def test_commands_parse(script, flags):
+    module = importlib.import_module(script)
+    tyro.cli(module.Args, args=shlex.split(flags.replace("FOLDER", "folder")))
+
+
+@pytest.mark.parametrize("name", LM_SCRIPTS)
+def test_commands_of_the_docstring_parse(name):
+    module = importlib.import_module(name)
+    commands = re.findall(rf"^    (?:python|torchrun --nproc-per-node \d+) {name}\.py([^#\n]*)", module.__doc__, re.M)
+    assert commands
+    for flags in commands:
+        tyro.cli(module.Args, args=shlex.split(flags))
+
+
+def documented_keys():
+    """First column of the README's metrics table, `a/{b,c}` written out."""
+    table = README[README.index("## Metrics") :].split("\n## ")[0]
+    keys = set()
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
+        for item in re.findall(r"`([^`]+)`", cell):
+            group = re.fullmatch(r"(.*)\{(.*)\}", item)
+            keys |= {group[1] + part for part in group[2].split(",")} if group else {item}
+    return keys
+
+
+def test_logged_keys_are_documented_and_back(tmp_path):
+    logged = set()
+    for name in LM_SCRIPTS:
+        module = importlib.import_module(name)
+        options = TINY_LM | (dict(use_replay_buffer=True, min_replay_size=4) if name == "ppo_v2" else {})
+        module.main(module.Args(**options, run_dir=str(tmp_path / name)))
+        for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines():
+            logged |= json.loads(line).keys()
+    assert logged == documented_keys()
+
+
+@pytest.mark.parametrize("name", [name for name in PARENTS if name in LM_SCRIPTS])
+def test_markers_match_the_docstring(name):
+    version = name.split("_")[1]
+    text = (ROOT / f"{name}.py").read_text()
+    listed = set(re.findall(rf"^    {version}: (\w+)", text.split('"""')[1], re.M))
+    marked = {
+        m
+        for line in re.findall(rf"# {version}: ([\w, ]+)", text.split('"""', 2)[2])
+        for m in re.split(r",\s*", line.strip())
+    }
+    assert listed == {m.split(" ")[0] for m in marked if m} - {"the"}
+
+
+def diff_counts(parent, child):
+    import difflib
+
+    a, b = ((ROOT / f"{name}.py").read_text().splitlines() for name in (parent, child))
+    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    same = sum(block.size for block in matcher.get_matching_blocks())
+    hunks = [op for op in matcher.get_opcodes() if op[0] != "equal"]
+    return len(b), len(b) - same, len(a) - same, len(hunks), 100 * same / len(a)
+
+
+@pytest.mark.parametrize("name", [name for name in PARENTS if name in LM_SCRIPTS])
+def test_diff_counts_in_the_readme(name):
+    lines, added, removed, hunks, kept = diff_counts(PARENTS[name], name)
+    row = re.search(rf"^\| \[`{name}\.py`\].*$", README, re.M)[0]
+    assert f"| {lines} | +{added} −{removed}, {hunks} hunks |" in row, (lines, added, removed, hunks)
+    assert kept >= 95
+
+
+def test_lines_of_the_root_script():
+    row = re.search(r"^\| \[`ppo\.py`\].*$", README, re.M)[0]
+    assert f"| {len((ROOT / 'ppo.py').read_text().splitlines())} |" in row
+
+
+def test_default_task_table_is_the_raw_data():
+    rows = list(csv.DictReader(open(ROOT / "benchmark" / "ppo_default.csv")))
+    scores = [float(row["eval_score"]) for row in rows]
+    assert len(scores) == 5 and min(scores) >= 0.95
+    table = README[README.index("## Results") :]
+    for row in rows:
+        assert re.search(
+            rf"\| {row['seed']} \| {float(row['eval_score']):.3f} \| {float(row['seconds']):.0f} s \|", table
+        ), row
