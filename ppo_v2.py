@@ -409,8 +409,8 @@ def make_generated_task(args) -> Task:
     return Task(train, list(evaluation.items()), exact_match, scramble)
 
 
-def make_task(args, fits: Callable[[str], bool]) -> Task:
-    """`fits` says whether a prompt is short enough."""
+def make_task(args, lengths: Callable[[list[str]], list[int]]) -> Task:
+    """`lengths` counts the tokens of prompts."""
     if args.task in ("sort", "add"):
         return make_generated_task(args)
     kind, _, source = args.task.partition(":")
@@ -434,7 +434,8 @@ def make_task(args, fits: Callable[[str], bool]) -> Task:
             return [float(dataset.score_answer(answer=response.strip(), entry=entries[p])) for p, response in scored]
     else:
         fail(f"--task {args.task} is unknown; allowed: sort, add, jsonl:PATH, rg:NAME")
-    fitting = [pair for pair in pairs if fits(pair[0])]
+    counts = lengths([prompt for prompt, _ in pairs]) if pairs else []
+    fitting = [pair for pair, count in zip(pairs, counts, strict=True) if count <= args.max_prompt_length]
     if len(fitting) < len(pairs):
         print(f"{len(pairs) - len(fitting)} of {len(pairs)} prompts are longer than --max-prompt-length: left out")
     # As in is_held_out, but a small file must yield one, too.
@@ -804,14 +805,14 @@ def forecast_efficiency(batch_size, sample_size, max_reuse) -> tuple[float, str]
 
 
 # --- rollout ---
-def encode_prompt(tokenizer, prompt: str, chat_template: bool) -> list[int]:
+def encode_prompts(tokenizer, prompts: list[str], chat_template: bool) -> list[list[int]]:
     if chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids
-    ids = tokenizer(prompt).input_ids
-    closed = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id  # some tokenizers end what they read
-    return ids[:-1] if closed else ids
+        turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return tokenizer(texts, add_special_tokens=False).input_ids
+    rows = tokenizer(list(prompts)).input_ids
+    # some tokenizers end what they read
+    return [row[:-1] if len(row) > 1 and row[-1] == tokenizer.eos_token_id else row for row in rows]
 
 
 def pad(rows: list[list[int]], pad_id: int, side: Literal["left", "right"]):
@@ -913,7 +914,7 @@ def evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args) -> float:
     total = 0.0
     for start in range(0, len(task.evaluation), args.batch_size):
         prompts, answers = zip(*task.evaluation[start : start + args.batch_size], strict=True)
-        rows = [encode_prompt(tokenizer, prompt, args.chat_template) for prompt in prompts]
+        rows = encode_prompts(tokenizer, prompts, args.chat_template)
         prompt_ids, prompt_mask = (x.to(eos_ids.device) for x in pad(rows, pad_id, "left"))
         limits = (args.max_response_length, args.temperature)
         response_ids, response_mask, _ = generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, *limits)
@@ -1185,9 +1186,9 @@ def warm_start(policy, task, tokenizer, eos_ids, pad_id, args):
     rng = np.random.default_rng([args.seed, 0, 1])
     for step in range(args.sft_steps):
         pairs = [task.train(10**9 + step * 64 + i) for i in range(64)]  # far behind the positions that the run will use
-        answers = [tokenizer(task.scramble(rng, answer), add_special_tokens=False).input_ids for _, answer in pairs]
+        answers = tokenizer([task.scramble(rng, answer) for _, answer in pairs], add_special_tokens=False).input_ids
         answers = [(row + eos_ids[:1].tolist())[: args.max_response_length] for row in answers]
-        prompts = [encode_prompt(tokenizer, prompt, args.chat_template) for prompt, _ in pairs]
+        prompts = encode_prompts(tokenizer, [prompt for prompt, _ in pairs], args.chat_template)
         batch = [x.to(eos_ids.device) for x in (*pad(prompts, pad_id, "left"), *pad(answers, pad_id, "right"))]
         logprobs, _, _ = policy(*batch, temperature=1.0)
         optimizer.zero_grad()
@@ -1235,7 +1236,8 @@ def main(args: Args) -> dict[str, float]:
         fail("--fsdp True is not allowed: it needs torchrun with two processes or more")
     policy, tokenizer, eos_ids, pad_id = load_policy(args)
     policy, eos_ids = policy.to(device), eos_ids.to(device)
-    task = make_task(args, lambda p: len(encode_prompt(tokenizer, p, args.chat_template)) <= args.max_prompt_length)
+    lengths = lambda prompts: map(len, encode_prompts(tokenizer, prompts, args.chat_template))  # noqa: E731
+    task = make_task(args, lengths)
     scorer = make_scorer(args, task, device)
 
     if args.model_name is None:
@@ -1330,7 +1332,7 @@ def main(args: Args) -> dict[str, float]:
         prompts, answers = zip(*(task.train(global_step + i) for i in range(args.batch_size)), strict=True)
         # v1: distributed
         prompts, answers = prompts[rank::world_size], answers[rank::world_size]
-        rows = [encode_prompt(tokenizer, prompt, args.chat_template) for prompt in prompts]
+        rows = encode_prompts(tokenizer, prompts, args.chat_template)
         prompt_ids, prompt_mask = (x.to(device) for x in pad(rows, pad_id, "left"))  # (B,P)
         uniforms = torch.rand(args.batch_size, args.max_response_length, generator=sample_rng).to(device)
         # v1: distributed

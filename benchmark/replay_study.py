@@ -5,7 +5,7 @@
     python benchmark/replay_study.py --plot              # table and picture from the CSV
 
 Two tasks: `rare`, sorting 5 or 6 digits, where the start policy is right in about 1 of 50 answers, and `default`, the
-built-in task. Every run is `ppo_v2.py` with the flags of its arm; accuracy is greedy, on held-out prompts, policy frozen.
+built-in task. Every run is `ppo_v2.py` with the flags of its arm; accuracy is greedy, on held-out prompts.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def best_rates(tuning):
 
 
 def table(task, curves, threshold):
-    """Markdown rows: arm, learning rate, accuracy at the end and over training, rollouts and seconds to the threshold."""
+    """Markdown rows: arm, learning rate, accuracy at the end and over the run, rollouts and seconds to it."""
     lines = []
     for arm in ARMS[task]:
         mine = {key: curve for key, curve in curves.items() if key[:2] == (task, arm)}

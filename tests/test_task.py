@@ -9,8 +9,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 import ppo
 
 
-def always(prompt):
-    return True
+def always(prompts):
+    """Every prompt is short."""
+    return [len(prompt) for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ["sort", "add"])
@@ -59,7 +60,7 @@ def test_jsonl_columns_and_split(tmp_path):
 
 def test_long_prompts_are_left_out(tmp_path, capsys):
     path = write(tmp_path, *[{"prompt": "x" * n, "answer": 1} for n in (1, 2, 3, 900)])
-    task = ppo.make_task(ppo.Args(task=f"jsonl:{path}"), lambda prompt: len(prompt) < 512)
+    task = ppo.make_task(ppo.Args(task=f"jsonl:{path}"), always)
     assert "1 of 4 prompts" in capsys.readouterr().out
     assert {len(p) for p, _ in task.evaluation} | {len(task.train(i)[0]) for i in range(2)} == {1, 2, 3}
 
@@ -101,5 +102,5 @@ def test_chat_template_wraps_the_prompt():
     tokenizer = ppo.make_tiny_tokenizer()
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}<me>{% endif %}"
-    assert tokenizer.decode(ppo.encode_prompt(tokenizer, "hi", True)) == "<user>hi</><me>"
-    assert tokenizer.decode(ppo.encode_prompt(tokenizer, "hi", False)) == "hi"
+    assert tokenizer.decode(ppo.encode_prompts(tokenizer, ["hi"], True)[0]) == "<user>hi</><me>"
+    assert tokenizer.decode(ppo.encode_prompts(tokenizer, ["hi"], False)[0]) == "hi"
