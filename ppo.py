@@ -189,9 +189,10 @@ def parse_args(args_class):
         with contextlib.redirect_stderr(box):
             return tyro.cli(args_class, description=__doc__)
     except SystemExit:
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines()]
-        if lines and lines[0].startswith("╭"):
-            end = next(i for i, line in enumerate(lines) if i and line[:1] in "─╰")
+        lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()]
+        lines = [line for line in lines if line.strip("-")]  # on a poor terminal the box is drawn in ASCII
+        if len(lines) > 1:
+            end = next(i for i, line in enumerate(lines) if "helptext" in line)
             fail(" ".join(lines[1:end]) + " (--help lists what is allowed)")
         print(box.getvalue(), end="", file=sys.stderr)
         raise
