@@ -733,36 +733,36 @@ class Writer:
 
     def __init__(self, args, run_dir: Path, total: int, enabled: bool = True):
         self.args, self.run_dir, self.enabled = args, run_dir, enabled
-        self.file = self.wandb = None
+        self.opened, self.wandb = False, None
         self.started = time.time()
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
         self.total, self.every = total, max(1, total // 15)
 
-    def open(self):
+    def write(self, name: str, text: str, mode: Literal["w", "a"] = "w"):
+        """A file of the run folder. A full disk or a folder that cannot be made ends the run with one line."""
+        if not self.enabled:
+            return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
-            self.file = open(self.run_dir / "metrics.jsonl", "a")
+            with open(self.run_dir / name, mode) as file:
+                file.write(text)
         except OSError as error:
-            fail(f"cannot write into the run folder {self.run_dir}: {error.strerror}", code=1)
-        if self.args.track:
-            import wandb
-
-            names = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, name=self.run_dir.name)
-            self.wandb = wandb.init(**names, config=asdict(self.args), dir=self.run_dir)
+            fail(f"cannot write {self.run_dir / name}: {error.strerror}", code=1)
 
     def log(self, metrics: dict[str, float], global_step: int):
         if not self.enabled:
             return
-        if self.file is None:
-            self.open()
+        if not self.opened:
+            self.write("args.json", json.dumps(asdict(self.args), indent=2) + "\n")
+            if self.args.track:
+                import wandb
+
+                whose = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity)
+                self.wandb = wandb.init(**whose, name=self.run_dir.name, config=asdict(self.args), dir=self.run_dir)
+            self.opened = True
         row = {"global_step": global_step, "time": round(time.time() - self.started, 3)}
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON knows no NaN
-        try:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
-        except OSError as error:
-            fail(f"cannot write {self.run_dir / 'metrics.jsonl'}: {error.strerror}", code=1)
+        self.write("metrics.jsonl", json.dumps(row) + "\n", "a")
         if self.wandb:
             self.wandb.log(metrics, step=global_step)
 
@@ -777,10 +777,8 @@ class Writer:
         self.bar.close()
         if not self.enabled:
             return
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.write("summary.json", json.dumps(summary, indent=2) + "\n")
         plot_curves(self.run_dir, curves)
-        if self.file:
-            self.file.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -1100,13 +1098,15 @@ def main(args: Args) -> dict[str, float]:
         best_score = metrics["eval/score"]
     start_time, start_step = time.time(), global_step
     # v1: config
-    if rank == 0:
-        versions = {m.__name__: m.__version__ for m in (torch, transformers, np)} | {"python": sys.version.split()[0]}
-        config = {"args": asdict(args), "argv": sys.argv, "versions": versions, "world_size": world_size}
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "training_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, np)} | {"python": sys.version.split()[0]}
+    config = {"args": asdict(args), "argv": sys.argv, "versions": versions, "world_size": world_size}
+    writer.write("training_config.json", json.dumps(config, indent=2) + "\n")
 
     while iteration < args.num_iterations:
+        # v1: early_stopping
+        if 0 < args.early_stopping_patience <= stale_evals:  # at the top, so that a resumed run ends here, too
+            print(f"early stop: no better evaluation than {best_score:.3f} in {stale_evals} of them")
+            break
         iteration += 1
         iteration_start = time.time()
         # v1: lr_schedule
@@ -1272,19 +1272,17 @@ def main(args: Args) -> dict[str, float]:
             if improvement > 0:
                 best_score = metrics["eval/score"]
                 save_model(policy, tokenizer, run_dir / "best", rank)
-        early = 0 < args.early_stopping_patience <= stale_evals
         if "eval/score" in metrics or iteration % args.log_interval == 0:
             writer.log(metrics, global_step)
         pl, vl = (metrics.get(f"losses/{name}_loss", math.nan) for name in ("policy", "value"))
         line = f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}"
         writer.status(line, done=iteration)
         # v1: text_log
-        if rank == 0:
-            with open(run_dir / "train.log", "a") as file:
-                line = " ".join(f"{name.split('/')[-1]}={value:.4g}" for name, value in metrics.items())
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {line}\n")
+        line = " ".join(f"{name.split('/')[-1]}={value:.4g}" for name, value in metrics.items())
+        writer.write("train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {line}\n", "a")
         # v1: checkpoint, signals
         stopping = sum_over_ranks({"stop": stop.received is not None}, world_size, device)["stop"] > 0
+        early = 0 < args.early_stopping_patience <= stale_evals
         if last or early or stopping or (args.save_every and iteration % args.save_every == 0):
             model_state, optimizer_state = whole_state(policy, optimizer)
             state = {"args": asdict(args), "policy": model_state, "optimizer": optimizer_state, "metrics": metrics}
@@ -1297,10 +1295,6 @@ def main(args: Args) -> dict[str, float]:
                     path.unlink()
         if stopping:
             print(f"stopped after iteration {iteration} and saved; --resume auto --run-dir {run_dir} goes on")
-            break
-        # v1: early_stopping
-        if early:
-            print(f"early stop: no better evaluation than {best_score:.3f} in {stale_evals} of them")
             break
     # v1: signals
     stop.restore()

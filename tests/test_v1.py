@@ -373,6 +373,17 @@ def test_early_stop_and_best(tmp_path, capsys):
     assert (tmp_path / "run" / "checkpoints" / "checkpoint_00000002.pt").exists()
 
 
+def test_an_early_stop_survives_a_kill(tmp_path, capsys):
+    """Killed after the last checkpoint and before the final model: the resumed run ends there, it does not train on."""
+    options = dict(num_iterations=9, eval_every=1, early_stopping_patience=2, early_stopping_threshold=100.0)
+    run(tmp_path / "run", **options)
+    rows = metrics_without_times(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    run(tmp_path / "run", **options, resume="auto")
+    assert metrics_without_times(tmp_path / "run") == rows and len(rows) == 3
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 def test_best_is_the_best(tmp_path):
     run(tmp_path / "run", num_iterations=12, eval_every=1, learning_rate=3e-3, save_every=1, keep_checkpoints=99)
     scores = [row["eval/score"] for row in metrics_without_times(tmp_path / "run")]
