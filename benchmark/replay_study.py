@@ -15,6 +15,8 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
+import time
+import types
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -23,33 +25,35 @@ COLUMNS = ["task", "arm", "learning_rate", "seed", "global_step", "seconds", "tr
 SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
 COMMON = dict(device="cpu", early_stopping_patience=0, save_every=0)
 TASKS = {
-    "rare": dict(min_digits=5, max_digits=6, batch_size=32, num_iterations=250, eval_every=10, **COMMON),
+    "rare": dict(min_digits=5, max_digits=6, batch_size=32, num_iterations=160, eval_every=10, **COMMON),
     "default": dict(eval_every=5, **COMMON),
 }
-REPLAY = dict(use_replay_buffer=True, max_replay_reuse=8)
+REPLAY = dict(use_replay_buffer=True, max_replay_reuse=8, min_replay_size=32)
 PER = dict(use_priority_sampling=True)
-AGED = PER | dict(priority_age_tau=50.0)
-PLAIN = {f"plain, {n} epochs" if n > 1 else "plain, 1 epoch": dict(update_epochs=n) for n in (1, 2, 4, 8, 16, 32)}
+GREEDY = PER | dict(priority_alpha=1.0, priority_beta=0.0, priority_beta_increment=0.0)  # no weight undoes the priority
+BEST = REPLAY | GREEDY | dict(priority_age_tau=50.0)
+PLAIN = {f"plain, {n} epochs" if n > 1 else "plain, 1 epoch": dict(update_epochs=n) for n in (4, 8, 2, 1, 16, 32)}
 ARMS = {
     "rare": PLAIN
     | {
+        "plain, 4 epochs, 2.5x the rollouts": dict(num_iterations=400),
         "replay, uniform": REPLAY,
         "replay, PER": REPLAY | PER,
-        "replay, PER + age": REPLAY | AGED,
-        "replay, PER + age, behaviour": REPLAY | AGED | dict(replay_correction="behaviour"),
-        "replay, PER + age, none": REPLAY | AGED | dict(replay_correction="none"),
-        "replay, PER + age, reuse 2": REPLAY | AGED | dict(max_replay_reuse=2),
-        "replay, PER + age, reuse 4": REPLAY | AGED | dict(max_replay_reuse=4),
+        "replay, PER, age": REPLAY | PER | dict(priority_age_tau=50.0),
+        "replay, greedy PER, age": BEST,
+        "replay, greedy PER, age, behaviour": BEST | dict(replay_correction="behaviour"),
+        "replay, greedy PER, age, none": BEST | dict(replay_correction="none"),
+        "replay, greedy PER, age, reuse 2": BEST | dict(max_replay_reuse=2),
+        "replay, greedy PER, age, reuse 4": BEST | dict(max_replay_reuse=4),
     },
     "default": {
         "plain, 4 epochs": {},
         "replay, uniform": dict(use_replay_buffer=True),
         "replay, PER": dict(use_replay_buffer=True) | PER,
-        "replay, PER + age": REPLAY | AGED,
+        "replay, greedy PER, age": BEST,
     },
 }
-RATES = {"rare": (1e-4, 2e-4, 3e-4), "default": (3e-4,)}
-
+RATES = {"rare": (1e-4, 3e-4, 3e-5), "default": (3e-4,)}
 
 def run(job):
     """One training run -> rows for the CSV."""
@@ -58,6 +62,8 @@ def run(job):
     torch.set_num_threads(1)
     import ppo_v2
 
+    # CPU seconds of this process: other load on the machine must not count
+    ppo_v2.time = types.SimpleNamespace(time=time.process_time, strftime=time.strftime)
     task, arm, rate, seed = job
     with tempfile.TemporaryDirectory() as folder:
         options = TASKS[task] | ARMS[task][arm] | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
@@ -125,7 +131,7 @@ def plot(curves, path):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4), layout="tight")
-    panels = [("rare", 0, "generated rollouts"), ("rare", 1, "seconds, one core"), ("default", 0, "generated rollouts")]
+    panels = [("rare", 0, "generated rollouts"), ("rare", 1, "CPU seconds"), ("default", 0, "generated rollouts")]
     for i, (task, column, label) in enumerate(panels, 1):
         axis = figure.add_subplot(1, 3, i)
         for arm in ARMS[task]:
