@@ -19,11 +19,13 @@ Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-pad
 import atexit
 import contextlib
 import copy
+import functools
 import importlib.util
 import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -328,7 +330,7 @@ class Task:
     train: Callable[[int], tuple[str, str]]  # position in the stream -> (prompt, answer): all that resuming needs
     evaluation: list[tuple[str, str]]  # held-out (prompt, answer) pairs, the same for every seed
     score: Callable  # (prompts, responses, answers) -> list of floats
-    scramble: Callable[[np.random.Generator, str], str]  # an answer right in form only, for the warm start
+    scramble: Callable[[random.Random, str], str]  # an answer right in form only, for the warm start
 
 
 def is_held_out(prompt: str) -> bool:
@@ -382,23 +384,23 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
 def make_generated_task(args) -> Task:
     def draw(rng):
         if args.task == "add":
-            a, b = rng.integers(0, args.max_operand + 1, 2)
+            a, b = (rng.randint(0, args.max_operand) for _ in range(2))
             return f"{a}+{b}=", str(a + b)
-        digits = rng.integers(0, 10, rng.integers(args.min_digits, args.max_digits + 1))
-        return "".join(map(str, digits)) + "=", "".join(map(str, sorted(digits)))
+        digits = rng.choices("0123456789", k=rng.randint(args.min_digits, args.max_digits))
+        return "".join(digits) + "=", "".join(sorted(digits))
 
     def train(position):
-        rng = np.random.default_rng([args.seed, position])
+        rng = random.Random(f"{args.seed}/{position}")
         while is_held_out((pair := draw(rng))[0]):
             pass
         return pair
 
     def scramble(rng, answer):
         if args.task == "add":
-            return str(rng.integers(0, 2 * args.max_operand + 1))
-        return "".join(rng.permutation(list(answer)))
+            return str(rng.randint(0, 2 * args.max_operand))
+        return "".join(rng.sample(answer, len(answer)))
 
-    rng, evaluation = np.random.default_rng(0), {}
+    rng, evaluation = random.Random(0), {}
     for _ in range(200 * args.eval_size):  # bounded: a small task may have fewer held-out prompts than asked for
         prompt, answer = draw(rng)
         if is_held_out(prompt):
@@ -446,11 +448,14 @@ def make_task(args, lengths: Callable[[list[str]], list[int]]) -> Task:
     if not kept:
         fail(f"--task {args.task} needs two different prompts of at most {args.max_prompt_length} tokens, one held out")
 
-    def train(position):  # every prompt once per pass, each pass in an order of its own
-        order = np.random.default_rng([args.seed, position // len(kept)]).permutation(len(kept))
-        return kept[order[position % len(kept)]]
+    @functools.lru_cache(maxsize=2)
+    def order(number):  # every prompt once per pass, each pass in an order of its own
+        return random.Random(f"{args.seed}/{number}").sample(range(len(kept)), len(kept))
 
-    return Task(train, list(held_out.items()), score, lambda rng, answer: kept[rng.integers(len(kept))][1])
+    def train(position):
+        return kept[order(position // len(kept))[position % len(kept)]]
+
+    return Task(train, list(held_out.items()), score, lambda rng, answer: rng.choice(kept)[1])
 
 
 def make_scorer(args, task: Task, device) -> Callable:
@@ -1182,7 +1187,7 @@ def save_model(policy, tokenizer, folder: Path, rank: int):
 def warm_start(policy, task, tokenizer, eos_ids, pad_id, args):
     """Supervised steps on scrambled answers: what comes out answers in the right form, and is right by chance only."""
     optimizer = torch.optim.AdamW(policy.lm.parameters(), lr=1e-3, fused=True)
-    rng = np.random.default_rng([args.seed, 0, 1])
+    rng = random.Random(f"{args.seed}/scramble")
     for step in range(args.sft_steps):
         pairs = [task.train(10**9 + step * 64 + i) for i in range(64)]  # far behind the positions that the run will use
         answers = tokenizer([task.scramble(rng, answer) for _, answer in pairs], add_special_tokens=False).input_ids
@@ -1313,7 +1318,7 @@ def main(args: Args) -> dict[str, float]:
         best_score = metrics["eval/score"]
     start_time, start_step = time.time(), global_step
     # v1: config
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, np)} | {"python": sys.version.split()[0]}
+    versions = {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": sys.version.split()[0]}
     config = {"args": asdict(args), "argv": sys.argv, "versions": versions, "world_size": world_size}
     writer.write("training_config.json", json.dumps(config, indent=2) + "\n")
 
