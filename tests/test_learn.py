@@ -2,10 +2,11 @@
 
 import statistics
 
+import pytest
+
 import ppo
 import ppo_v1
 import ppo_v2
-import pytest
 
 
 @pytest.mark.slow
