@@ -752,7 +752,9 @@ def main(args: Args) -> dict[str, float]:
 
     if args.model_name is None:
         warm_start(policy, task, tokenizer, eos_ids, pad_id, args)
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None  # frozen pi_ref
+    reference = None
+    if args.kl_coef:  # frozen pi_ref
+        reference = PolicyWithValue(copy.deepcopy(policy.lm), separate_critic=False).to(device).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
     sample_rng = torch.Generator().manual_seed(args.seed)  # one per purpose: more draws of one leave the other alone
     shuffle_rng = torch.Generator().manual_seed(args.seed + 1)
@@ -854,10 +856,11 @@ def main(args: Args) -> dict[str, float]:
                         first_ratio_error = ((ratio - 1) * mb_mask).abs().max()
                 stats["losses/grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 num_updates += 1
-                if not math.isfinite(stats["losses/grad_norm"]):  # a NaN must not reach the weights
+                watched = ("losses/policy_loss", "losses/value_loss", "losses/grad_norm")
+                if not all(math.isfinite(stats[name]) for name in watched):  # a NaN must not reach the weights
                     skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
                     if skipped_in_a_row >= args.max_skipped_steps:
-                        fail(f"{skipped_in_a_row} gradients in a row were not finite (iteration {iteration})", code=1)
+                        fail(f"{skipped_in_a_row} updates in a row were not finite (iteration {iteration})", code=1)
                     continue
                 optimizer.step()
                 num_applied, skipped_in_a_row = num_applied + 1, 0

@@ -1246,7 +1246,9 @@ def main(args: Args) -> dict[str, float]:
 
     if args.model_name is None:
         warm_start(policy, task, tokenizer, eos_ids, pad_id, args)
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None  # frozen pi_ref
+    reference = None
+    if args.kl_coef:  # frozen pi_ref
+        reference = PolicyWithValue(copy.deepcopy(policy.lm), separate_critic=False).to(device).requires_grad_(False)
     # v1: distributed
     if world_size > 1:
         for parameter in policy.parameters():
@@ -1488,10 +1490,11 @@ def main(args: Args) -> dict[str, float]:
                 if args.fsdp:
                     stats["losses/grad_norm"] = stats["losses/grad_norm"].full_tensor()
                 num_updates += 1
-                if not math.isfinite(stats["losses/grad_norm"]):  # a NaN must not reach the weights
+                watched = ("losses/policy_loss", "losses/value_loss", "losses/grad_norm")
+                if not all(math.isfinite(stats[name]) for name in watched):  # a NaN must not reach the weights
                     skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
                     if skipped_in_a_row >= args.max_skipped_steps:
-                        fail(f"{skipped_in_a_row} gradients in a row were not finite (iteration {iteration})", code=1)
+                        fail(f"{skipped_in_a_row} updates in a row were not finite (iteration {iteration})", code=1)
                     continue
                 optimizer.step()
                 num_applied, skipped_in_a_row = num_applied + 1, 0

@@ -327,7 +327,7 @@ def test_nan_loss_never_reaches_the_weights(name, tmp_path, monkeypatch):
 def test_ten_bad_steps_in_a_row_end_the_run(tmp_path, monkeypatch, capsys):
     start = ppo_v1.load_policy(ppo_v1.Args(**TINY_LM))[0]
     poison(monkeypatch, "policy_loss", lambda n: n > 4)
-    fails(capsys, lambda: run(tmp_path / "run", save_every=1, num_iterations=9), "10 gradients in a row", code=1)
+    fails(capsys, lambda: run(tmp_path / "run", save_every=1, num_iterations=9), "10 updates in a row", code=1)
     saved = ppo_v1.load_checkpoint(sorted((tmp_path / "run" / "checkpoints").glob("*.pt"))[-1])["policy"]
     assert all(torch.isfinite(value).all() for value in saved.values())
     assert saved.keys() == start.state_dict().keys()
