@@ -517,34 +517,50 @@ class PolicyWithValue(nn.Module):
         self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
         nn.init.zeros_(self.value_head.weight)  # the first advantages are then plain returns
         nn.init.zeros_(self.value_head.bias)
+        config = lm.config.get_text_config()
+        full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        full = full and getattr(config, "sliding_window", None) is None
+        # transformers makes the same mask out of a 2D one, but that takes a quarter of a tiny model's forward pass
+        self.own_mask = full and config._attn_implementation == "sdpa"
+
+    def inputs(self, ids, mask):
+        """For a trunk: `mask` (B,T) covers all tokens, `ids` (B,t) the last of them, positions count real ones only."""
+        position_ids = positions(mask)[:, -ids.shape[1] :]
+        mask = causal_mask(mask, ids.shape[1]) if self.own_mask else mask
+        return dict(input_ids=ids, attention_mask=mask, position_ids=position_ids)
 
     def forward(self, prompt_ids, prompt_mask, response_ids, response_mask, temperature, entropy_grad=False):
         """Log-prob and entropy of each response token, and the value of the state it was chosen in.  -> 3 x (B,R)"""
         length, valid = response_ids.shape[1], response_mask.bool()
         # The last token predicts nothing and is not fed: of the last R outputs, number t predicts response token t.
         mask = torch.cat([prompt_mask, response_mask], 1)[:, :-1]  # (B,P+R-1)
-        inputs = dict(input_ids=torch.cat([prompt_ids, response_ids], 1)[:, :-1], attention_mask=mask)
-        inputs |= dict(position_ids=positions(mask), use_cache=False)
-        hidden = self.lm.base_model(**inputs).last_hidden_state[:, -length:]  # (B,R,H)
+        inputs = self.inputs(torch.cat([prompt_ids, response_ids], 1)[:, :-1], mask)
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state[:, -length:]  # (B,R,H)
         # The LM head is the largest layer, so it sees the N valid response tokens only: no prompt, no padding.
         lm_head = self.lm.get_output_embeddings()
         logprobs, entropy = token_logprobs(lm_head, hidden[valid], response_ids[valid], temperature, entropy_grad)
         if self.critic is not None:
-            hidden = self.critic(**inputs).last_hidden_state[:, -length:]
+            hidden = self.critic(**inputs, use_cache=False).last_hidden_state[:, -length:]
         values = self.value_head(hidden).squeeze(-1).float() * response_mask
         zeros = torch.zeros_like(values)
         return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropy), values
 
-    def step(self, ids, mask, position_ids, cache):
-        """Logits of the next token, given the cache and the ids that are not in it yet.  (B,T) -> (B,V)"""
-        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
-        hidden = self.lm.base_model(**inputs, use_cache=True).last_hidden_state[:, -1]
-        return self.lm.get_output_embeddings()(hidden)
+    def step(self, ids, mask, cache):
+        """Logits of the next token, given the cache and the ids that are not in it yet.  (B,t) -> (B,V)"""
+        output = self.lm.base_model(**self.inputs(ids, mask), past_key_values=cache, use_cache=True)
+        return self.lm.get_output_embeddings()(output.last_hidden_state[:, -1])
 
 
 def positions(mask):
     """Count real tokens only, so that left padding does not shift a prompt.  (B,T) -> (B,T)"""
     return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def causal_mask(mask, num_new):
+    """What the last `num_new` tokens may attend to; always themselves, or padding gives NaN.  -> (B,1,num_new,T)"""
+    at = torch.arange(mask.shape[1], device=mask.device)
+    row = at[-num_new:, None]
+    return ((at <= row) & mask[:, None, None].bool()) | (at == row)
 
 
 def token_logprobs(lm_head, hidden, ids, temperature, entropy_grad=False, max_logits=2**25):
@@ -601,10 +617,9 @@ def load_policy(args):
         policy = PolicyWithValue(lm, args.separate_critic).eval()
     if args.chat_template and not tokenizer.chat_template:
         fail(f"--chat-template: the tokenizer of {args.model_name or 'the tiny model'} has no chat template")
-    ids = torch.tensor([[3, 4, 5]])
-    with torch.no_grad():
-        ours = policy.step(ids, torch.ones_like(ids), positions(torch.ones_like(ids)), DynamicCache())
-        if not torch.allclose(lm(ids).logits[:, -1], ours, atol=1e-3):  # soft-capped or scaled logits (Gemma 2, Cohere)
+    ids, mask = torch.tensor([[3, 3, 4, 5]]), torch.tensor([[0, 1, 1, 1]])
+    with torch.no_grad():  # not so for scaled or soft-capped logits (Cohere, Gemma 2) and for ALiBi (Bloom)
+        if not torch.allclose(lm(ids[:, 1:]).logits[:, -1], policy.step(ids, mask, DynamicCache()), atol=1e-3):
             fail(f"--model-name {args.model_name}: its logits are not its LM head applied to its last hidden state")
     # The generation config is read for its EOS ids only: its top_k or repetition penalty must not leak into sampling.
     eos = getattr(lm.generation_config, "eos_token_id", None)
@@ -848,9 +863,9 @@ def generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, max_response_leng
     response_ids, response_mask = torch.full(shape, pad_id, device=device), torch.zeros(shape, dtype=int, device=device)
     logprobs = torch.zeros(shape, device=device)
     alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; the others stop costing
-    cache, ids, mask, position_ids = DynamicCache(), prompt_ids, prompt_mask, positions(prompt_mask)
+    cache, ids, mask = DynamicCache(), prompt_ids, prompt_mask
     for t in range(max_response_length):
-        logits = policy.step(ids, mask, position_ids, cache).float() / temperature  # (A,V)
+        logits = policy.step(ids, mask, cache).float() / temperature  # (A,V)
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
         response_ids[alive, t], response_mask[alive, t] = token, 1  # includes the EOS and nothing after it
         logprobs[alive, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
@@ -859,8 +874,8 @@ def generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, max_response_leng
             break
         if len(going) < len(alive):
             cache.batch_select_indices(going)
-            alive, token, mask, position_ids = alive[going], token[going], mask[going], position_ids[going]
-        ids, position_ids = token[:, None], position_ids[:, -1:] + 1
+            alive, token, mask = alive[going], token[going], mask[going]
+        ids = token[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
     return response_ids[:, : t + 1], response_mask[:, : t + 1], logprobs[:, : t + 1]
 

@@ -40,6 +40,28 @@ def test_left_padding_changes_nothing(kind):
 
 
 @kinds
+def test_own_mask_equals_that_of_transformers(kind):
+    policy = make_policy(kind)
+    batch = [*ppo.pad([[5, 6, 7], [9, 8, 7, 6, 5]], 1, "left"), *ppo.pad([[11, 12, 1], [13, 1]], 1, "right")]
+    assert policy.own_mask
+    own = policy(*batch, temperature=1.0)
+    policy.own_mask = False
+    for a, b in zip(own, policy(*batch, temperature=1.0), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("own_mask", [True, False])
+def test_sliding_windows_keep_the_mask_of_transformers(own_mask):
+    """Ours knows no window: it is used only where there is none."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=2)
+    config = MistralConfig(sliding_window=None if own_mask else 4, **sizes, **SIZES)
+    assert ppo.PolicyWithValue(MistralForCausalLM(config), separate_critic=False).own_mask == own_mask
+
+
+@kinds
 def test_logprobs_are_those_of_the_model(kind):
     """Against the model's own logits on the bare sequence, one position at a time."""
     policy = make_policy(kind)
@@ -182,8 +204,8 @@ def test_cache_step_equals_full_forward():
     policy = make_policy("gpt2")
     ids, mask = ppo.pad([[5, 6, 7], [4]], 0, "left")
     cache = DynamicCache()
-    policy.step(ids, mask, ppo.positions(mask), cache)
+    policy.step(ids, mask, cache)
     token, longer = torch.tensor([[8], [9]]), torch.cat([mask, torch.ones(2, 1, dtype=int)], 1)
-    stepped = policy.step(token, longer, ppo.positions(longer)[:, -1:], cache)
-    whole = policy.step(torch.cat([ids, token], 1), longer, ppo.positions(longer), DynamicCache())
+    stepped = policy.step(token, longer, cache)
+    whole = policy.step(torch.cat([ids, token], 1), longer, DynamicCache())
     torch.testing.assert_close(stepped, whole, atol=1e-5, rtol=1e-5)
