@@ -98,14 +98,12 @@ def test_gradient_checkpointing_changes_no_number(tmp_path):
 
 def test_bf16_stays_near(tmp_path):
     a, b = run(tmp_path / "a", num_iterations=2), run(tmp_path / "b", num_iterations=2, bf16=True)
-    assert (
-        a["losses/entropy"] == pytest.approx(b["losses/entropy"], rel=0.02)
-        and a["losses/entropy"] != b["losses/entropy"]
-    )
+    for key in ("losses/value_loss", "losses/grad_norm"):
+        assert a[key] == pytest.approx(b[key], rel=0.02) and a[key] != b[key]
 
 
 # --- checkpoint ---
-LONG = dict(num_iterations=8, save_every=1, eval_every=2, keep_checkpoints=2)
+LONG = dict(num_iterations=8, save_every=1, eval_every=2, keep_checkpoints=2, learning_rate=3e-3)  # fast: best/ appears
 
 
 def child(folder, before=None, **options):
