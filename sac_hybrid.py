@@ -1041,6 +1041,9 @@ class SACHybridAgent:
         self.actor_optimizer = torch.optim.Adam([flatten(self.policy.actor)], **adam)
         self.alpha_optimizer = torch.optim.Adam([flatten(self.temperature)], **adam)
 
+    def __deepcopy__(self, memo):
+        raise TypeError("parameters are views of one vector, and a copy's would not be: make an agent and load into it")
+
     def noise(self, like):
         return torch.randn(like.shape, generator=self.noise_rng).to(self.device)
 

@@ -1,0 +1,287 @@
+"""sac_hybrid.py: pacing, whole snapshots, faults in either thread, signals, resume after SIGKILL, torchrun."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import sac_hybrid
+from sac_hybrid import Args, FrameBuffer, Link, RobotEnv, SACHybridAgent, load_checkpoint, main
+
+TINY = dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
+TINY |= dict(hidden_size=16, log_interval=15, intervention_steps=100, device="cpu", eval_every=30)
+FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+COMMAND = [sys.executable, str(ROOT / "sac_hybrid.py"), *FLAGS]
+
+
+def rows(run_dir):
+    """metrics.jsonl without what a clock says"""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not any(w in k for w in ("time", "SPS", "UPS"))} for line in lines]
+
+
+def watch(monkeypatch):
+    """(updates, steps handled) at each of the actor's turns, and how far it was ahead"""
+    seen, agents = [], []
+    init, turn = SACHybridAgent.__init__, Link.wait_turn
+
+    def remember(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        agents.append(self)
+
+    def look(self, version):
+        result = turn(self, version)
+        if result is not None:
+            seen.append((agents[-1].updates, self.env_steps, self.handled))
+        return result
+
+    monkeypatch.setattr(SACHybridAgent, "__init__", remember)
+    monkeypatch.setattr(Link, "wait_turn", look)
+    return seen
+
+
+@pytest.mark.parametrize("utd", [0.5, 2.0, 3.0])
+def test_taking_turns(utd, tmp_path, monkeypatch):
+    seen = watch(monkeypatch)
+    metrics = main(Args(**TINY | dict(max_steps=40, utd=utd), run_dir=str(tmp_path / "run")))
+    assert [steps for _, steps, _ in seen] == list(range(40))
+    assert all(updates == int(utd * max(0, steps - 20)) for updates, steps, _ in seen)  # not one more, not one less
+    assert metrics["charts/updates"] == int(utd * 20)
+
+
+def test_lead_is_bounded(tmp_path, monkeypatch):
+    seen = watch(monkeypatch)
+    metrics = main(Args(**TINY | dict(max_lead=4, max_steps=80), run_dir=str(tmp_path / "run")))
+    leads = [steps - handled for _, steps, handled in seen]
+    assert max(leads) <= 4 and any(lead > 0 for lead in leads)  # ahead, but not by more
+    # |updates - utd * steps| stays within the lead, counted in updates, plus the step under way
+    assert all(abs(updates - 2 * max(0, steps - 20)) <= 2 * (4 + 1) for updates, steps, _ in seen)
+    assert metrics["charts/updates"] == 2 * 60
+
+
+def test_snapshots_are_never_half_updated():
+    env = RobotEnv(Args())
+    agent = SACHybridAgent(["image"], 6, 3, "cpu", state_dim=7, hidden_size=64)
+    link = Link(Args(), *(FrameBuffer(9, env.obs_spec, 7) for _ in range(2)))
+    stop = threading.Event()
+
+    def learn():
+        value = 0.0
+        while not stop.is_set():
+            value += 1
+            with torch.no_grad():
+                for param in agent.policy.parameters():  # one after the other, as an optimizer without a lock would
+                    param.fill_(value)
+            link.publish(agent.policy)
+
+    link.publish(agent.policy)
+    learner = threading.Thread(target=learn)
+    learner.start()
+    versions = []
+    try:
+        while len(versions) < 50:
+            with link.condition:
+                link.acting = 0
+            _, version, weights = link.wait_turn(versions[-1] if versions else -1)
+            if weights is not None and version > 1:
+                assert (weights == weights[0]).all()
+                time.sleep(0.001)
+                assert (weights == weights[0]).all()  # a copy: later updates do not reach it
+                versions.append(version)
+    finally:
+        stop.set()
+        learner.join()
+    assert versions == sorted(set(versions))
+
+
+def test_an_exception_in_the_actor_ends_the_run(tmp_path, monkeypatch):
+    def broken(self, action):
+        raise ZeroDivisionError("the arm fell off")
+
+    monkeypatch.setattr(sac_hybrid.SimulatedHuman, "step", broken)
+    start, threads = time.time(), threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="the arm fell off") as info:
+        main(Args(**TINY, run_dir=str(tmp_path / "run")))
+    assert time.time() - start < 10 and threading.active_count() == threads
+    assert any(entry.name == "broken" for entry in info.traceback)  # the traceback of the thread
+
+
+def test_an_exception_in_the_learner_ends_the_run(tmp_path, monkeypatch):
+    def broken(self, batch, full):
+        raise ZeroDivisionError("no gradient")
+
+    monkeypatch.setattr(SACHybridAgent, "update", broken)
+    start, threads = time.time(), threading.active_count()
+    with pytest.raises(ZeroDivisionError, match="no gradient"):
+        main(Args(**TINY, run_dir=str(tmp_path / "run")))
+    assert time.time() - start < 10 and threading.active_count() == threads
+
+
+def test_gradients_that_stay_nan_end_the_run(tmp_path, monkeypatch, capsys):
+    sample = sac_hybrid.sample_batch
+    monkeypatch.setattr(sac_hybrid, "sample_batch", lambda *args: sample(*args) | {"rewards": torch.full((8,), np.nan)})
+    with pytest.raises(SystemExit) as end:
+        main(Args(**TINY, run_dir=str(tmp_path / "run")))
+    assert end.value.code == 1 and "10 gradients in a row were not finite" in capsys.readouterr().err
+
+
+def test_an_exception_is_a_traceback_and_an_exit_code(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import numpy as np\nclass Env:\n    def __init__(self, *_): self.t = 0\n"
+        "    def reset(self): return np.zeros(3), {}\n"
+        "    def step(self, a):\n        self.t += 1\n        assert self.t < 9, 'motor 3 is hot'\n"
+        "        return np.zeros(3), 0.0, False, False, {}\n"
+    )
+    command = [sys.executable, str(ROOT / "sac_hybrid.py"), "--env-id", "own.py:Env", "--eval-episodes", "1"]
+    # evaluation comes first, and would never end: this environment has no time limit
+    code = "import sac_hybrid, sys; sac_hybrid.evaluate = lambda *a: {'eval/success_rate': 0.0};"
+    code += "sac_hybrid.main(sac_hybrid.parse_args(sac_hybrid.Args))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *command[2:]]
+    start = time.time()
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60)
+    assert run.returncode == 1 and "Traceback" in run.stderr and "motor 3 is hot" in run.stderr
+    assert time.time() - start < 40
+
+
+def wait_for(path: Path, process, seconds=60):
+    end = time.time() + seconds
+    while not path.exists():
+        assert process.poll() is None and time.time() < end, process.stderr.read() if process.poll() else "too slow"
+        time.sleep(0.005)
+
+
+def test_resume_after_sigkill_is_the_uninterrupted_run(tmp_path, monkeypatch):
+    options = TINY | dict(max_steps=90, save_every=25)
+    expected = main(Args(**options, run_dir=str(tmp_path / "whole")))
+    killed = tmp_path / "killed"
+    flags = ["--max-steps", "90", "--save-every", "25", "--run-dir", str(killed)]
+    process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(killed / "checkpoints" / "checkpoint_50.pth", process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+    (killed / "checkpoints" / "checkpoint_99.pth.tmp").write_bytes(b"half a file")  # as if killed while saving
+    metrics = main(Args(**options, run_dir=str(killed), resume="auto"))
+    clocks = ("time/", "SPS", "UPS")
+    assert {k: v for k, v in metrics.items() if not any(w in k for w in clocks)} == {
+        k: v for k, v in expected.items() if not any(w in k for w in clocks)
+    }
+    assert rows(killed) == rows(tmp_path / "whole")
+    states = [load_checkpoint(run / "checkpoints" / "checkpoint_90.pth") for run in (killed, tmp_path / "whole")]
+    weights = [state["agent"]["networks"] for state in states]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    moments = [[optimizer["state"][0]["exp_avg_sq"] for optimizer in state["agent"]["optimizers"]] for state in states]
+    assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
+
+
+def test_resume_checks_what_it_continues(tmp_path, capsys):
+    main(Args(**TINY, run_dir=str(tmp_path / "run")))
+    with pytest.raises(SystemExit) as end:
+        main(Args(**TINY | dict(lr=0.5), run_dir=str(tmp_path / "run"), resume="auto"))
+    assert end.value.code == 2 and "--lr 0.5 is not allowed: it must be 0.001" in capsys.readouterr().err
+    longer = main(Args(**TINY | dict(max_steps=70), run_dir=str(tmp_path / "run"), resume="auto"))
+    assert longer["charts/updates"] == 100
+    path = tmp_path / "run" / "checkpoints" / "checkpoint_70.pth"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(SystemExit) as end:
+        main(Args(**TINY, run_dir=str(tmp_path / "run"), resume=str(path)))
+    assert end.value.code == 2 and "damaged" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
+    save, count = torch.save, []
+
+    def full_disk(state, file):
+        count.append(1)
+        if len(count) > 2:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(SystemExit) as end:
+        main(Args(**TINY, save_every=25, run_dir=str(tmp_path / "run")))
+    assert end.value.code == 1 and "No space left" in capsys.readouterr().err
+    monkeypatch.undo()
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"checkpoint_25.pth", "buffers_25.pth"}
+    metrics = main(Args(**TINY, run_dir=str(tmp_path / "run"), resume="auto"))
+    assert metrics["charts/updates"] == 80
+
+
+def test_ctrl_c_saves_and_resumes(tmp_path):
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen([*COMMAND, "--max-steps", "100000", "--run-dir", str(run_dir)], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    wait_for(run_dir / "metrics.jsonl", process)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 0 and "Traceback" not in err and "--resume auto continues" in out
+    (path,) = (run_dir / "checkpoints").glob("checkpoint_*.pth")
+    step = int(path.stem[11:])
+    state = load_checkpoint(path)
+    assert state["link"]["handled"] == step and state["agent"]["counters"][0] == 2 * max(0, step - 20)
+    metrics = main(Args(**TINY | dict(max_steps=step + 5), run_dir=str(run_dir), resume="auto"))
+    assert metrics["charts/updates"] == 2 * max(0, step + 5 - 20)
+
+
+def test_wire_carries_a_transition_unchanged():
+    env = RobotEnv(Args())
+    obs, rng = env.reset(3), np.random.default_rng(0)
+    wire = sac_hybrid.WireLink(env.obs_spec, 7, 10, rank=1, group=None)
+    row = dict(obs=obs, next_obs=env.step(np.ones(7))[0], actions=rng.uniform(-1, 1, 7).astype(np.float32), rewards=0.25)
+    row |= dict(masks=1.0, grasp_penalty=-0.02, interventions=True, dones=False, success=False)
+    wire.send(row)
+    assert wire.message.dtype == torch.uint8
+    back = wire.unpack()
+    for name in ("obs", "next_obs"):
+        assert all((back[name][key] == row[name][key]).all() for key in env.obs_spec)
+    assert (back["actions"] == row["actions"]).all() and back["grasp_penalty"] == np.float32(-0.02)
+    assert (back["rewards"], back["masks"], bool(back["interventions"]), bool(back["dones"])) == (0.25, 1.0, True, False)
+
+
+def test_torchrun_three_ranks(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *COMMAND[1:]]
+    run = subprocess.run([*command, "--run-dir", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "eval/success_rate" in run.stdout and rows(tmp_path / "run")[-1]["global_step"] == 60
+    state = load_checkpoint(tmp_path / "run" / "checkpoints" / "checkpoint_60.pth")
+    assert state["agent"]["counters"][0] == 80 and state["link"]["handled"] == 60
+
+
+def test_an_actor_that_dies_does_not_corrupt_the_learner(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    flags = ["--max-steps", "140", "--run-dir", "run"]
+    ranks = [subprocess.Popen([*COMMAND, *flags], cwd=tmp_path, env=environment | {"RANK": str(rank)}, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(3)]  # fmt: skip
+    try:
+        wait_for(tmp_path / "run" / "metrics.jsonl", ranks[0])
+        while len(rows(tmp_path / "run")) < 3:  # both act
+            time.sleep(0.02)
+        ranks[2].send_signal(signal.SIGKILL)
+        out, err = ranks[0].communicate(timeout=90)
+        assert ranks[0].returncode == 0 and "actor 2 is gone" in err and "1 left" in err, err
+        assert ranks[1].wait(timeout=30) == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    state = load_checkpoint(tmp_path / "run" / "checkpoints" / "checkpoint_140.pth")
+    assert state["link"]["handled"] == 140 and state["agent"]["counters"][0] == 2 * 120
+    assert all(torch.isfinite(weight).all() for weight in state["agent"]["networks"].values())
