@@ -50,7 +50,7 @@ SetupMode = Literal[
 ]
 BUILT_IN = "BarWorld-v0"
 DEFAULTS = {  # what an option left at None becomes: (built-in environment, any other)
-    "max_steps": (4_000, 100_000),
+    "max_steps": (3_000, 100_000),
     "num_demos": (50, 0),
     "intervention_steps": (2_000, 0),
     "training_starts": (100, 1_000),
@@ -64,13 +64,18 @@ DEFAULTS = {  # what an option left at None becomes: (built-in environment, any 
     "bc_weight": (0.5, 0.0),
     "hidden_size": (128, 256),
     "encoder": ("softmax", "conv"),
+    "shared_encoder": (True, False),
     "augment_pad": (0, 4),
     "buffer_size": (20_000, 200_000),
-    "eval_every": (250, 5_000),
+    "eval_every": (500, 5_000),
     "eval_episodes": (50, 10),
     "report_episodes": (100, 50),
 }
-DUAL_ARM = {"max_steps": 6_000, "num_demos": 100, "intervention_steps": 4_000}  # built-in environment, two arms
+BUILT_IN_MODES = {  # where a mode of the built-in environment needs something else
+    "single-arm-fixed-gripper": {"max_steps": 2_000},
+    "dual-arm-fixed-gripper": {"num_demos": 200},
+    "dual-arm-learned-gripper": {"max_steps": 4_000, "num_demos": 200, "intervention_steps": 3_000},
+}
 
 
 # --- args ---
@@ -114,9 +119,9 @@ class Args:
     demo_paths: tuple[str, ...] = ()
     """.pkl or .npz demonstrations (none: --num-demos by the built-in expert)"""
     num_demos: int | None = None
-    """demonstrations by the scripted expert of the built-in environment (None: 50, two arms 100)"""
+    """demonstrations by the scripted expert of the built-in environment (None: 50, two arms 200)"""
     intervention_steps: int | None = None
-    """the built-in human takes over an episode with probability 1 - steps/this; 0: never (None: 2000, two arms 4000)"""
+    """the built-in human takes over an episode with probability 1 - steps/this; 0: never (None: 2000 or 3000)"""
     timeout_terminal: bool = False
     """a time limit ends the value of a state like success does, instead of bootstrapping from the last observation"""
 
@@ -127,10 +132,12 @@ class Args:
     """width of actor and critics (None: 128 built-in, else 256)"""
     layer_norm: bool = True
     """LayerNorm in actor and critics"""
+    shared_encoder: bool | None = None
+    """one image encoder for all cameras, where they see alike (None: yes built-in, else one each)"""
 
     # rollout
     max_steps: int | None = None
-    """environment steps of the run (None: 4000 built-in, 6000 with two arms, else 100000)"""
+    """environment steps of the run (None: 2000 to 4000 built-in, by mode; else 100000)"""
     training_starts: int | None = None
     """environment steps before the first update (None: 100 built-in, else 1000)"""
     random_steps: int | None = None
@@ -186,7 +193,7 @@ class Args:
 
     # logging
     eval_every: int | None = None
-    """steps between frozen-policy evaluations (0: the first and the last policy only; None: 250 built-in, else 5000)"""
+    """steps between frozen-policy evaluations (0: the first and the last policy only; None: 500 built-in, else 5000)"""
     eval_episodes: int | None = None
     """episodes of such an evaluation; the best policy becomes final_model.pth (None: 50 built-in, else 10)"""
     report_episodes: int | None = None
@@ -211,8 +218,7 @@ class Args:
             self.eval_episodes, self.report_episodes = self.eval_episodes or 2, self.report_episodes or 2
         for name, (built_in, other) in DEFAULTS.items():
             if getattr(self, name) is None:
-                if self.built_in and self.setup_mode.startswith("dual"):
-                    built_in = DUAL_ARM.get(name, built_in)
+                built_in = BUILT_IN_MODES.get(self.setup_mode, {}).get(name, built_in)
                 setattr(self, name, built_in if self.built_in else other)
         positive = "max_steps batch_size lr utd publish_every cta_ratio num_critics num_sampled_critics init_alpha"
         positive += " hidden_size max_skipped_steps log_interval eval_episodes report_episodes"
@@ -336,7 +342,7 @@ class BarWorld(gym.Env):
         n, rng = self.num_arms, self.np_random
         self.pose = rng.uniform([-0.5, -0.5, 0.5, -0.7, -0.7, -0.5], [0.5, 0.5, 1.0, 0.7, 0.7, 0.5], (n, 6))
         self.object = np.zeros((n, 6))  # flat on the table: z, roll and pitch are 0
-        self.object[:, [0, 1, 5]] = rng.uniform([-0.8, -0.8, -0.9], [0.8, 0.8, 0.9], (n, 3))
+        self.object[:, [0, 1, 5]] = rng.uniform([-0.8, -0.8, -0.7], [0.8, 0.8, 0.7], (n, 3))
         self.width, self.held, self.steps = np.ones(n), np.zeros(n, bool), 0
         return self.observe(), {}
 
@@ -351,7 +357,7 @@ class BarWorld(gym.Env):
         pixel, cos, sin = 2.4 / self.SIZE, math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2)
         dx, dy = self.px - x, self.py - y
         along, across = dx * cos + dy * sin, dy * cos - dx * sin
-        bar = np.clip((0.35 - abs(along)) / pixel + 0.5, 0, 1) * np.clip((0.1 - abs(across)) / pixel + 0.5, 0, 1)
+        bar = np.clip((0.45 - abs(along)) / pixel + 0.5, 0, 1) * np.clip((0.1 - abs(across)) / pixel + 0.5, 0, 1)
         red = np.clip(along / pixel + 0.5, 0, 1)
         dx, dy = self.px - self.pose[arm, 0], self.py - self.pose[arm, 1]
         spot = np.clip((0.12 - np.sqrt(dx * dx + dy * dy)) / pixel + 0.5, 0, 1)
@@ -766,21 +772,24 @@ class ImageEncoder(nn.Module):
 class Encoder(nn.Module):
     """Every camera and the state, side by side. Images become floats here and nowhere else.  obs dict -> (N,F)"""
 
-    def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str, embed_dim: int = 64):
+    def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str, shared: bool, embed_dim: int = 64):
         super().__init__()
         self.image_keys = list(image_keys)
-        self.images = nn.ModuleDict({key: ImageEncoder(kind, image_shape, embed_dim) for key in self.image_keys})
-        self.dim = sum(image.dim for image in self.images.values()) + state_dim
+        num_encoders = min(1, len(self.image_keys)) if shared else len(self.image_keys)
+        self.images = nn.ModuleList([ImageEncoder(kind, image_shape, embed_dim) for _ in range(num_encoders)])
+        self.dim = sum(self.images[i % num_encoders].dim for i in range(len(self.image_keys))) + state_dim
         self.embed_state = None
         if state_dim and self.image_keys:  # without images the state is the feature
             self.embed_state = nn.Sequential(nn.Linear(state_dim, embed_dim), nn.LayerNorm(embed_dim), nn.Tanh())
             self.dim += embed_dim
 
     def forward(self, obs):
-        parts = []
-        for key in self.image_keys:
-            image = obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5)
-            parts.append(self.images[key](image))
+        parts, per_pass = [], len(self.image_keys) // max(1, len(self.images))  # shared: all cameras in one pass
+        for i, encoder in enumerate(self.images):
+            images = [obs[key] for key in self.image_keys[i * per_pass : (i + 1) * per_pass]]
+            images = torch.cat(images) if per_pass > 1 else images[0]
+            images = images.permute(0, 3, 1, 2).float().div_(255).sub_(0.5)
+            parts += encoder(images).chunk(per_pass)
         if "state" in obs:
             parts.append(obs["state"])
             if self.embed_state is not None:
@@ -988,6 +997,7 @@ class SACHybridAgent:
         image_shape=(32, 32, 3),
         state_dim: int = 0,
         encoder: str = "softmax",
+        shared_encoder: bool = False,
         hidden_size: int = 256,
         layer_norm: bool = True,
         num_critics: int = 2,
@@ -1006,8 +1016,8 @@ class SACHybridAgent:
             raise ValueError(f"grasp_action_dim {grasp_action_dim}: 0 (fixed), 3 (one gripper) or 9 (two) is allowed")
         self.network_config = dict(  # all that it takes to build the same networks
             image_keys=list(image_keys), continuous_action_dim=continuous_action_dim, grasp_action_dim=grasp_action_dim,
-            image_shape=list(image_shape), state_dim=state_dim, encoder=encoder, hidden_size=hidden_size,
-            layer_norm=layer_norm, num_critics=num_critics,
+            image_shape=list(image_shape), state_dim=state_dim, encoder=encoder, shared_encoder=shared_encoder,
+            hidden_size=hidden_size, layer_norm=layer_norm, num_critics=num_critics,
         )  # fmt: skip
         self.device, self.lr, self.gamma, self.tau = torch.device(device), lr, gamma, tau
         self.num_sampled_critics, self.backup_entropy = num_sampled_critics, backup_entropy
@@ -1023,9 +1033,9 @@ class SACHybridAgent:
 
     def build(
         self, image_keys, continuous_action_dim, grasp_action_dim,
-        image_shape, state_dim, encoder, hidden_size, layer_norm, num_critics,
+        image_shape, state_dim, encoder, shared_encoder, hidden_size, layer_norm, num_critics,
     ):  # fmt: skip
-        trunk = Encoder(image_keys, image_shape, state_dim, encoder)
+        trunk = Encoder(image_keys, image_shape, state_dim, encoder, shared_encoder)
         head = (hidden_size, layer_norm)
         discrete_qf = mlp(trunk.dim, hidden_size, grasp_action_dim, layer_norm) if grasp_action_dim else None
         self.policy = Policy(trunk, Actor(trunk.dim, continuous_action_dim, *head), discrete_qf, self.layout)
@@ -1268,13 +1278,14 @@ class Link:
 class Robot:
     """An actor's side: environment, copy of the policy, own random numbers, what it takes to continue an episode."""
 
-    def __init__(self, args: Args, env: RobotEnv, policy: Policy, index: int = 0):
-        self.args, self.env, self.policy, self.index = args, env, policy, index
+    def __init__(self, args: Args, policy: Policy, index: int = 0, env: RobotEnv | None = None):
+        self.args, self.policy, self.index, self.env = args, policy, index, env
         self.act_rng = torch.Generator().manual_seed(args.seed * 1000 + index)
         self.random_rng = np.random.default_rng([args.seed, index, 3])
         self.episode, self.actions, self.probability = 0, [], 0.0
         self.obs, self.version = None, -1
-        self.closed = np.zeros(env.layout.num_grippers, bool)
+        self.layout = policy.layout
+        self.closed = np.zeros(self.layout.num_grippers, bool)
 
     def reset(self):
         seed = np.random.SeedSequence([self.args.seed, 4, self.index, self.episode]).generate_state(1)[0]
@@ -1282,11 +1293,21 @@ class Robot:
 
     def run(self, link):
         """The actor's loop, in a thread of the learner's process or as a process of its own."""
+        self.env = self.env or RobotEnv(self.args, human=True)  # here: a renderer belongs to the thread that made it
+        if self.actions:  # resumed inside an episode: the same seed and the same actions lead to the same place
+            self.reset()
+            for action in self.actions:
+                self.obs, *_, human = self.env.step(action)
+                self.note_gripper(action if human is None else human)
         while (turn := link.wait_turn(self.version)) is not None:
             global_step, self.version, weights = turn
             if weights is not None:
                 nn.utils.vector_to_parameters(weights, self.policy.parameters())
             link.send(self.step(global_step), self.index)
+
+    def note_gripper(self, executed) -> int:
+        toggles, self.closed = gripper_toggles(executed[self.layout.gripper], self.closed)
+        return toggles
 
     def step(self, global_step: int) -> dict:
         if self.obs is None:
@@ -1294,17 +1315,16 @@ class Robot:
             self.probability *= self.args.intervention_steps > 0
             self.reset()
         if global_step < self.args.random_steps:
-            layout = self.env.layout
-            action = self.random_rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
-            if layout.num_grippers:
-                action[layout.gripper] = self.random_rng.integers(-1, 2, layout.num_grippers)
+            action = self.random_rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
+            if self.layout.num_grippers:
+                action[self.layout.gripper] = self.random_rng.integers(-1, 2, self.layout.num_grippers)
         else:
             action = self.policy.act(self.obs, self.act_rng)
         self.actions.append(action)
         obs = self.obs
         self.obs, reward, terminated, truncated, success, human = self.env.step(action)
         executed = action if human is None else human
-        toggles, self.closed = gripper_toggles(executed[self.env.layout.gripper], self.closed)
+        toggles = self.note_gripper(executed)
         ended = terminated or (truncated and self.args.timeout_terminal)  # a time limit bootstraps from its next_obs
         transition = dict(obs=obs, actions=executed, rewards=reward, next_obs=self.obs, masks=1.0 - ended)
         transition |= dict(grasp_penalty=self.args.grasp_penalty * toggles, interventions=human is not None)
@@ -1322,17 +1342,9 @@ class Robot:
         self.act_rng.set_state(state["act_rng"])
         self.random_rng.bit_generator.state = state["random_rng"]
         self.episode, self.probability = state["episode"], state["probability"]
-        if not len(state["actions"]):
-            return
-        if not self.args.built_in:  # nobody wants a real robot to repeat half an episode
-            self.episode += 1
-            return
-        self.reset()  # the same seed and the same actions lead to the same place
-        for action in state["actions"].numpy():
-            self.actions.append(action)
-            self.obs, *_, human = self.env.step(action)
-            executed = action if human is None else human
-            _, self.closed = gripper_toggles(executed[self.env.layout.gripper], self.closed)
+        self.actions = list(state["actions"].numpy())
+        if self.actions and not self.args.built_in:  # nobody wants a real robot to repeat half an episode
+            self.actions, self.episode = [], self.episode + 1
 
 
 class WireLink:
@@ -1668,8 +1680,9 @@ def main(args: Args) -> dict[str, float]:
     if args.test == "full" and rank == 0 and not args.demo_paths:
         args.demo_paths = tuple(create_test_data(args)[:1])
     check_memory(args, env.obs_spec)
-    options = "encoder hidden_size layer_norm num_critics num_sampled_critics lr gamma tau init_alpha target_entropy"
-    options = {name: getattr(args, name) for name in (options + " backup_entropy bc_weight algorithm seed").split()}
+    options = "encoder shared_encoder hidden_size layer_norm num_critics num_sampled_critics lr gamma tau init_alpha"
+    options += " target_entropy backup_entropy bc_weight algorithm seed"
+    options = {name: getattr(args, name) for name in options.split()}
     options |= dict(image_shape=shapes.pop(), state_dim=env.obs_spec.get("state", ((0,),))[0][0])
     agent = SACHybridAgent(image_keys, len(layout.continuous), layout.grasp_dim, device, **options)
 
@@ -1682,7 +1695,7 @@ def main(args: Args) -> dict[str, float]:
         wires = [WireLink(env.obs_spec, layout.action_dim, num_weights, i, group) for i, group in enumerate(groups, 1)]
     if rank > 0:
         stop_signal = StopSignal()  # the learner decides when to end
-        Robot(args, RobotEnv(args, human=True), agent.policy.cpu(), index=rank).run(wires[rank - 1])
+        Robot(args, agent.policy.cpu(), index=rank).run(wires[rank - 1])
         stop_signal.restore()
         dist.destroy_process_group()
         return {}
@@ -1692,7 +1705,7 @@ def main(args: Args) -> dict[str, float]:
     link = Link(args, online_rb, demo_rb, num_actors=max(1, world - 1))
     sample_rng = np.random.default_rng([args.seed, 5])  # one per purpose: more draws of one leave the other alone
     augment_rng = torch.Generator().manual_seed(args.seed + 1)
-    robot = Robot(args, RobotEnv(args, human=True), copy.deepcopy(agent.policy).cpu()) if world == 1 else None
+    robot = Robot(args, copy.deepcopy(agent.policy).cpu()) if world == 1 else None
 
     demos = [demo for path in args.demo_paths for demo in read_demos(path, env.obs_spec, layout, args.grasp_penalty)]
     if not args.demo_paths and args.num_demos:

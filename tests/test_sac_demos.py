@@ -92,7 +92,8 @@ def hostile_pickles(canary):
     shell = f"touch {canary}"
     calls = [Evil(os.system, shell), Evil(eval, f"open({canary!r}, 'w')"), Evil(exec, f"open({canary!r}, 'w')")]
     calls += [Evil(getattr, "x", "upper"), Evil(np.load, canary), Evil(np.memmap, canary, "u1", "w+", 0, (1,))]
-    calls += [Evil(print, "x"), Evil(bytearray, 10), Evil(os.putenv, "A", "B"), Evil(__import__, "antigravity"), Path("/x")]
+    calls += [Evil(print, "x"), Evil(bytearray, 10), Evil(os.putenv, "A", "B"), Path("/x")]
+    calls += [Evil(__import__, "antigravity")]
     for call in calls:
         for protocol in range(6):
             nested = [DEMOS[0] | {"rewards": call}, [call], {"a": call}, (call,)]
@@ -170,7 +171,7 @@ def test_a_thousand_mutations(tmp_path, capsys):
         (dict(actions=[0] * 7), ["transition 4", "actions", "list"]),
         (dict(rewards=np.inf), ["transition 4", "rewards", "not finite"]),
         (dict(rewards="1"), ["transition 4", "rewards", "str"]),
-        (dict(observations={"image": np.zeros((3, 32, 32), np.uint8)}), ["transition 4", "lacks 'state'", "--no-use-state"]),
+        (dict(observations={"image": np.zeros((3, 32, 32), np.uint8)}), ["transition 4", "lacks 'state'", "--no-use"]),
         (dict(observations=3.0), ["transition 4", "lacks 'image'"]),
         (dict(next_observations=None), ["transition 4"]),
     ],

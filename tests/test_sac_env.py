@@ -22,7 +22,8 @@ TINY |= dict(hidden_size=16, log_interval=20, intervention_steps=100, device="cp
 def test_expert_succeeds_random_does_not(mode):
     env, rng = BarWorld(mode), np.random.default_rng(0)
     assert env.action_space.shape == (ActionLayout.SIZES[mode],)
-    for policy, episodes, expected in ((env.expert, 50, 50), (lambda: rng.uniform(-1, 1, env.action_space.shape), 100, 0)):
+    policies = (env.expert, 50, 50), (lambda: rng.uniform(-1, 1, env.action_space.shape), 100, 0)
+    for policy, episodes, expected in policies:
         wins = 0
         for seed in range(episodes):
             obs, _ = env.reset(seed=seed)
@@ -102,7 +103,7 @@ def run_episode(tmp_path, **options):
     env = RobotEnv(args)
     agent = SACHybridAgent(["image"], 6, 3, "cpu", image_shape=(8, 8, 3), state_dim=2, hidden_size=8)
     buffers = [FrameBuffer(50, env.obs_spec, 7) for _ in range(2)]
-    link, robot = Link(args, *buffers), Robot(args, env, agent.policy)
+    link, robot = Link(args, *buffers), Robot(args, agent.policy, env=env)
     link.publish(agent.policy)
     rows = []
     for step in range(10):
@@ -117,7 +118,8 @@ def run_episode(tmp_path, **options):
 def test_interventions_go_into_both_buffers(tmp_path):
     link, rows = run_episode(tmp_path)
     assert (len(link.online_rb), len(link.demo_rb)) == (10, 3)
-    assert (link.intervention_steps, link.intervention_count) == (3, 2) and link.intervention_steps / link.env_steps == 0.3
+    assert (link.intervention_steps, link.intervention_count) == (3, 2)
+    assert link.intervention_steps / link.env_steps == 0.3
     human = [i for i, row in enumerate(rows) if row["interventions"]]
     assert human == [3, 4, 7]
     assert (rows[3]["actions"] == -0.75).all() and (rows[4]["actions"] == -1).all()  # stored: the human's, clipped
@@ -158,7 +160,8 @@ def test_stay_holds_the_last_command(tmp_path):
     (tmp_path / "own.py").write_text(
         "import numpy as np\nclass Env:\n    def __init__(self, *_): self.seen = []\n"
         "    def reset(self): return np.zeros(3), {}\n"
-        "    def step(self, a):\n        self.seen.append(float(a[-1]))\n        return np.zeros(3), 0.0, False, False, {}\n"
+        "    def step(self, a):\n        self.seen.append(float(a[-1]))\n"
+        "        return np.zeros(3), 0.0, False, False, {}\n"
     )
     env = RobotEnv(Args(env_id=f"{tmp_path}/own.py:Env"))
     for command in (0, -1, 0, 0, 1, 0):

@@ -10,7 +10,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sac_hybrid
-from sac_hybrid import ActionLayout, Temperature, grasp_target, gripper_toggles, polyak, split_batch, tanh_normal, td_target
+from sac_hybrid import (
+    ActionLayout,
+    Temperature,
+    grasp_target,
+    gripper_toggles,
+    polyak,
+    split_batch,
+    tanh_normal,
+    td_target,
+)
 
 MODES = {  # env dims, gripper indices, discrete head, target entropy
     "single-arm-fixed-gripper": (6, [], 0, -3.0),

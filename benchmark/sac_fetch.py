@@ -1,0 +1,76 @@
+"""FetchPickAndPlace-v4 with sac_hybrid.py: scripted demos in the manual's format, then training on state or images.
+
+    pip install gymnasium-robotics 'mujoco<3.12'
+    python benchmark/sac_fetch.py                                   # state, writes benchmark/sac_fetch_state.csv
+    MUJOCO_GL=egl python benchmark/sac_fetch.py --render-size 64 --max-steps 600 --batch-size 64 ...  # headless images
+Whatever follows is handed to sac_hybrid.py.
+"""
+
+import csv
+import json
+import pickle
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sac_hybrid import Args, RobotEnv, main
+
+DEMOS = 50
+
+
+def expert(state: np.ndarray) -> np.ndarray:
+    """Over the block, down, close, to the goal. The state is observation (25), achieved_goal (3), desired_goal (3)."""
+    hand, block, width, goal = state[:3], state[3:6], state[9:11].sum(), state[28:31]
+    offset, grip = block - hand, 1.0
+    if np.abs(offset[:2]).max() > 0.01 and np.linalg.norm(offset) > 0.02:
+        target = block + [0, 0, 0.06]
+    elif np.linalg.norm(offset) > 0.012:
+        target = block
+    elif width > 0.0505:
+        target, grip = block, -1.0
+    else:
+        target, grip = hand + (goal - block), -1.0
+    return np.append(np.clip((target - hand) * 12, -1, 1), grip).astype(np.float32)
+
+
+def make_demos(args: Args, path: Path):
+    env, demos, wins = RobotEnv(args), [], 0
+    for episode in range(DEMOS):
+        obs, done = env.reset(50_000 + episode), False
+        while not done:
+            action = expert(obs["state"])
+            next_obs, reward, terminated, truncated, success, _ = env.step(action)
+            done = terminated or truncated
+            row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
+            demos.append(row | dict(masks=1.0 - terminated, dones=done))
+            obs = next_obs
+        wins += success
+    path.write_bytes(pickle.dumps(demos))
+    print(f"scripted expert: {wins} of {DEMOS} episodes end in success", flush=True)
+
+
+if __name__ == "__main__":
+    defaults = dict(env_id="FetchPickAndPlace-v4", max_steps=10_000, batch_size=128)
+    defaults |= dict(training_starts=200, random_steps=0, bc_weight=0.5, gamma=0.95, lr=1e-3, tau=0.01, init_alpha=1e-3)
+    args = tyro.cli(Args, default=Args(**defaults | dict(eval_every=1_000, eval_episodes=20, report_episodes=50)))
+    with tempfile.TemporaryDirectory() as folder:
+        demos = Path(folder) / "demos.pkl"
+        make_demos(args, demos)
+        args.demo_paths = (str(demos),)
+        args.run_dir = args.run_dir or f"{folder}/run"
+        start = time.time()
+        metrics = main(args)
+        seconds = time.time() - start
+        lines = (Path(args.run_dir) / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "eval/success_rate" in row]
+    rows = [(row["global_step"], row["time"], row["eval/success_rate"]) for row in rows]
+    rows.append((args.max_steps, round(seconds, 1), metrics["eval/success_rate"]))
+    name = f"sac_fetch_{'image' if args.render_size else 'state'}.csv"
+    with open(Path(__file__).with_name(name), "w", newline="") as file:
+        csv.writer(file).writerows([("global_step", "seconds", "success_rate"), *rows])
+    print(f"{name}: {metrics['eval/success_rate']:.2f} on {args.report_episodes} episodes after {seconds:.0f} s")

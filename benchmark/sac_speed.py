@@ -1,0 +1,79 @@
+"""Updates per second of sac_hybrid.py and of stable-baselines3's SAC, in the same run, alternating.
+
+Equal terms: state observations (17 numbers, 6 actions), 256x256 networks without LayerNorm, 2 critics, batch 256, one
+thread, automatic temperature, a buffer of 10000 transitions, every update a full one: critic, actor, temperature, targets.
+Sampling the batch counts on both sides. The `cta 2` rows are ours as we use it: every second update is critic-only.
+
+    pip install stable-baselines3
+    python benchmark/sac_speed.py            # writes benchmark/sac_speed.csv
+"""
+
+import csv
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from sac_hybrid import FrameBuffer, SACHybridAgent, keep_memory, sample_batch
+
+OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 200, 7
+
+
+class Blank(gym.Env):
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (OBS,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (ACTIONS,), np.float32)
+
+    def reset(self, seed=None, options=None):
+        return np.zeros(OBS, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(OBS, np.float32), 0.0, False, False, {}
+
+
+def main():
+    try:
+        import stable_baselines3
+        from stable_baselines3.common.logger import configure
+    except ImportError:
+        raise SystemExit("benchmark/sac_speed.py: needs an optional package: pip install stable-baselines3") from None
+    torch.set_num_threads(1)
+    keep_memory()  # for both: it is the same process
+    rng = np.random.default_rng(0)
+    peer = stable_baselines3.SAC("MlpPolicy", Blank(), batch_size=BATCH, buffer_size=10_000, device="cpu", seed=0)
+    peer.set_logger(configure(format_strings=[]))
+    online_rb = FrameBuffer(20_001, {"state": ((OBS,), np.dtype(np.float32))}, ACTIONS)
+    demo_rb = FrameBuffer(2, {"state": ((OBS,), np.dtype(np.float32))}, ACTIONS)
+    for _ in range(10_000):
+        obs, next_obs = rng.normal(size=(2, OBS)).astype(np.float32)
+        action, reward = rng.uniform(-1, 1, ACTIONS).astype(np.float32), float(rng.normal())
+        peer.replay_buffer.add(obs[None], next_obs[None], action[None], np.array([reward]), np.array([False]), [{}])
+        row = dict(obs={"state": obs}, next_obs={"state": next_obs}, actions=action, rewards=reward)
+        online_rb.insert(row | dict(masks=1.0, grasp_penalty=0.0))
+    agent = SACHybridAgent([], ACTIONS, 0, "cpu", state_dim=OBS, hidden_size=256, layer_norm=False, backup_entropy=True)
+
+    def ours(cta_ratio):
+        for i in range(UPDATES):
+            agent.update(sample_batch(online_rb, demo_rb, BATCH, 0.5, rng, "cpu"), full=(i + 1) % cta_ratio == 0)
+
+    runs = {"stable-baselines3": lambda: peer.train(UPDATES, BATCH), "sac_hybrid": lambda: ours(1)}
+    runs["sac_hybrid cta 2"] = lambda: ours(2)
+    rows = []
+    for i in range(ROUNDS + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if i:  # the first round warms up
+                rows.append((i, name, round(UPDATES / (time.perf_counter() - start), 2)))
+    with open(Path(__file__).with_suffix(".csv"), "w", newline="") as file:
+        csv.writer(file).writerows([("round", "script", "updates_per_second"), *rows])
+    medians = {name: float(np.median([row[2] for row in rows if row[1] == name])) for name in runs}
+    for name, rate in medians.items():
+        print(f"{name:20s} {rate:7.1f} updates/s   {rate / medians['stable-baselines3']:.2f}x")
+
+
+if __name__ == "__main__":
+    main()
