@@ -1,7 +1,7 @@
 """Updates per second of sac_hybrid.py and of stable-baselines3's SAC, in the same run, alternating.
 
 Equal terms: state observations (17 numbers, 6 actions), 256x256 networks without LayerNorm, 2 critics, batch 256, one
-thread, automatic temperature, a buffer of 10000 transitions, every update a full one: critic, actor, temperature, targets.
+thread, automatic temperature, a buffer of 10000 transitions, every update full: critic, actor, temperature, targets.
 Sampling the batch counts on both sides. The `cta 2` rows are ours as we use it: every second update is critic-only.
 
     pip install stable-baselines3

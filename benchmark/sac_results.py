@@ -1,0 +1,105 @@
+"""Every learning result of sac_hybrid.py: four modes, and the ablation of the default one, seeds 11 to 15.
+
+    python benchmark/sac_results.py                  # about three hours on one core; skips what is there
+    python benchmark/sac_results.py --draw-only      # CSV and picture from the runs that are there
+
+Each row of sac_results.csv is one run: success of the frozen policy, without human, on 100 episodes that were not used
+to choose it. sac_curves.csv holds what docs/sac_ablation.png shows.
+"""
+
+import csv
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+LEARNED = "single-arm-learned-gripper"
+ARMS = {  # name -> mode, flags
+    "demos + interventions": (LEARNED, []),
+    "demos only": (LEARNED, ["--intervention-steps", "0"]),
+    "neither": (LEARNED, ["--intervention-steps", "0", "--num-demos", "0"]),
+    "behaviour cloning only": (LEARNED, ["--intervention-steps", "0", "--algorithm", "bc"]),
+    "single fixed": ("single-arm-fixed-gripper", []),
+    "dual fixed": ("dual-arm-fixed-gripper", []),
+    "dual learned": ("dual-arm-learned-gripper", []),
+}
+ABLATION = list(ARMS)[:4]
+
+
+@dataclass
+class Options:
+    runs: Path = ROOT / "runs" / "sac_results"
+    """where the run folders are"""
+    seeds: tuple[int, ...] = (11, 12, 13, 14, 15)
+    """seeds of every arm"""
+    draw_only: bool = False
+    """train nothing"""
+
+
+def main(options: Options):
+    results, curves = [], []
+    for arm, (mode, flags) in ARMS.items():
+        for seed in options.seeds:
+            folder = options.runs / f"{arm.replace(' ', '_')}__{seed}"
+            if not (folder / "summary.json").exists() and not options.draw_only:
+                command = [sys.executable, str(ROOT / "sac_hybrid.py"), "--setup-mode", mode, "--seed", str(seed)]
+                subprocess.run([*command, *flags, "--run-dir", str(folder)], check=True)
+            if not (folder / "summary.json").exists():
+                continue
+            summary = json.loads((folder / "summary.json").read_text())
+            command = " ".join(["python sac_hybrid.py", "--setup-mode", mode, *flags, "--seed", str(seed)])
+            numbers = [summary[key] for key in ("global_step", "updates", "seconds")]
+            results.append((arm, seed, *numbers, round(summary["eval/success_rate"], 4), command))
+            for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+                for key in ("eval/success_rate", "charts/intervention_rate"):
+                    if key in row:
+                        curves.append((arm, seed, row["global_step"], key, round(row[key], 4)))
+    header = ("arm", "seed", "env_steps", "updates", "seconds", "success_rate", "command")
+    for name, rows in (("sac_results", [header, *results]),
+                       ("sac_curves", [("arm", "seed", "env_steps", "metric", "value"), *curves])):  # fmt: skip
+        with open(ROOT / "benchmark" / f"{name}.csv", "w", newline="") as file:
+            csv.writer(file).writerows(rows)
+    for arm in ARMS:
+        rates = [row[5] for row in results if row[0] == arm]
+        if rates:
+            seconds = [row[4] for row in results if row[0] == arm]
+            spread = f"{np.mean(rates):.3f} +- {np.std(rates):.3f}, lowest {min(rates):.2f}"
+            print(f"{arm:24s} {len(rates)} seeds  {spread}  {np.mean(seconds):.0f} s  {rates}")
+    draw(curves)
+
+
+def draw(curves):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="tight")
+    panels = {"eval/success_rate": "success, frozen policy without human"}
+    panels |= {"charts/intervention_rate": "intervention rate"}
+    for i, (key, title) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(1, 2, i)
+        for arm in ABLATION:
+            points = {}
+            for name, _, step, metric, value in curves:
+                if name == arm and metric == key:
+                    points.setdefault(step, []).append(value)
+            steps = sorted(points)
+            if not steps or (key == "charts/intervention_rate" and arm != ABLATION[0]):
+                continue  # nobody intervenes in the others
+            means = np.array([np.mean(points[step]) for step in steps])
+            low, high = ([f(points[step]) for step in steps] for f in (min, max))
+            axis.plot(steps, means, label=arm)
+            axis.fill_between(steps, low, high, alpha=0.15)
+        axis.set(title=title, xlabel="environment steps", ylim=(-0.03, 1.03))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    (ROOT / "docs").mkdir(exist_ok=True)
+    FigureCanvasAgg(figure).print_png(ROOT / "docs" / "sac_ablation.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
