@@ -73,7 +73,7 @@ DEFAULTS = {  # what an option left at None becomes: (built-in environment, any 
 }
 BUILT_IN_MODES = {  # where a mode of the built-in environment needs something else
     "single-arm-fixed-gripper": {"max_steps": 2_000},
-    "dual-arm-fixed-gripper": {"num_demos": 200},
+    "dual-arm-fixed-gripper": {"max_steps": 4_000, "num_demos": 200, "intervention_steps": 3_000},
     "dual-arm-learned-gripper": {"max_steps": 4_000, "num_demos": 200, "intervention_steps": 3_000},
 }
 
@@ -95,7 +95,7 @@ class Args:
     save_dir: str | None = None
     """folder of checkpoint_{step}.pth and final_model.pth (None: checkpoints/ in the run folder)"""
     resume: str | None = None
-    """auto continues the newest checkpoint of this run folder (or of exp_name and seed), PATH that one (None: start fresh)"""  # noqa: E501
+    """auto: go on from the newest checkpoint of run_dir, or of exp_name and seed; PATH: that one (None: start fresh)"""
     save_every: int = 10_000
     """steps between checkpoints (iterations in the language-model scripts); 0: only at the end"""
     save_buffers: bool = True
@@ -1423,7 +1423,7 @@ class WireLink:
 
 
 # --- evaluate ---
-def evaluate(policy: Policy, env: RobotEnv, first_seed: int, num_episodes: int) -> dict[str, float]:
+def evaluate_policy(policy: Policy, env: RobotEnv, first_seed: int, num_episodes: int) -> dict[str, float]:
     """The frozen policy alone: mean action, best grasp, no human, the same episodes for every run."""
     successes, returns, lengths = [], [], []
     for episode in range(num_episodes):
@@ -1492,7 +1492,8 @@ class Writer:
             return
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         plot_curves(self.run_dir, curves)
-        self.file.close()
+        if self.file:
+            self.file.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -1564,7 +1565,7 @@ class StopSignal:
         if self.received is not None:
             os._exit(128 + number)
         self.received = number
-        print(f"{signal.Signals(number).name}: finishing this step, then saving; once more ends at once", file=sys.stderr)
+        print(f"{signal.Signals(number).name}: finishing this step, then saving; again: end now", file=sys.stderr)
 
     def restore(self):
         for number, handler in self.previous.items():
@@ -1582,17 +1583,19 @@ def keep_memory():
 
 def newest_checkpoint(args: Args) -> Path | None:
     """What --resume means: a file, or for auto the highest step of this run or of the last of this name and seed."""
-    if args.resume != "auto":
+    if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
         return Path(args.resume) if args.resume else None
     runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
     folders = [run / "checkpoints" for run in reversed(runs)]
-    if args.save_dir or args.run_dir:
+    if args.resume != "auto":
+        folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
+    elif args.save_dir or args.run_dir:
         folders = [Path(args.save_dir or Path(args.run_dir) / "checkpoints")]
     for folder in folders:
         found = [path for path in folder.glob("checkpoint_*.pth") if path.stem[11:].isdigit()]
         if found:
             return max(found, key=lambda path: int(path.stem[11:]))
-    print(f"--resume auto: no checkpoint in {', '.join(map(str, folders)) or 'runs/'}, a fresh start", flush=True)
+    print(f"nothing to resume in {', '.join(map(str, folders)) or 'runs/'}: starting fresh", flush=True)
     return None
 
 
@@ -1606,15 +1609,12 @@ def check_same_run(args: Args, saved: dict, path: Path):
             fail(f"{option} is not allowed: it must be {saved.get(name)} as in the checkpoint {path}")
 
 
-def forget_rows_after(run_dir: Path, global_step: int):
-    """What a killed run logged after its last checkpoint will be logged again."""
-    path = run_dir / "metrics.jsonl"
+def cut_back(path: Path, global_step: int):
+    """Drop the rows of metrics.jsonl that the resumed run will write again, and a half-written last one."""
     if path.exists():
-        rows = [line for line in path.read_text().splitlines() if line.endswith("}")]  # the last one may be cut off
-        kept = [line + "\n" for line in rows if json.loads(line)["global_step"] <= global_step]
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept))
-        os.replace(temporary, path)
+        rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
+        rows = [line for line in rows if json.loads(line)["global_step"] <= global_step]
+        path.write_text("".join(row + "\n" for row in rows))
 
 
 def create_test_data(args: Args) -> list[str]:
@@ -1735,7 +1735,7 @@ def main(args: Args) -> dict[str, float]:
             buffers = load_checkpoint(checkpoint_path.with_name(saved["buffers"]))
             online_rb.load_state_dict(buffers["online_rb"])
             demo_rb.load_state_dict(buffers["demo_rb"])
-        forget_rows_after(run_dir, link.handled)
+        cut_back(run_dir / "metrics.jsonl", link.handled)
         print(f"resumed {checkpoint_path}: {link.handled} environment steps, {agent.updates} updates", flush=True)
 
     def save(step: int):
@@ -1754,7 +1754,7 @@ def main(args: Args) -> dict[str, float]:
     writer = Writer(args, run_dir, total=args.max_steps)
     metrics, scores = {}, {"eval/success_rate": 0.0}
     if not saved:
-        scores = evaluate(agent.policy, env, 10_000, args.eval_episodes)
+        scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
         writer.log(scores, 0)
         link.publish(agent.policy)
     start_time, start_step, start_updates, update_time = time.time(), link.handled, agent.updates, 0.0
@@ -1830,7 +1830,7 @@ def main(args: Args) -> dict[str, float]:
 
             # 4 evaluate: one set of episodes chooses the policy, another judges it at the end
             if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
-                scores = evaluate(agent.policy, env, 10_000, args.eval_episodes)
+                scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
                 writer.log(scores, step)
                 if (scores["eval/success_rate"], scores["eval/episodic_return"]) >= best_score:
                     best, best_score = agent.networks(), (scores["eval/success_rate"], scores["eval/episodic_return"])
@@ -1855,7 +1855,7 @@ def main(args: Args) -> dict[str, float]:
     if not interrupted:
         if best is not None:
             agent.load_networks(best)
-        metrics |= evaluate(agent.policy, env, 20_000, args.report_episodes)
+        metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
         save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
     curves = ["eval/success_rate", "charts/success_rate", "charts/intervention_rate"]
     curves += ["losses/critic_loss", "losses/actor_loss", "losses/alpha"]

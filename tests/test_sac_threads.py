@@ -146,7 +146,7 @@ def test_an_exception_is_a_traceback_and_an_exit_code(tmp_path):
     )
     command = [sys.executable, str(ROOT / "sac_hybrid.py"), "--env-id", "own.py:Env", "--eval-episodes", "1"]
     # evaluation comes first, and would never end: this environment has no time limit
-    code = "import sac_hybrid, sys; sac_hybrid.evaluate = lambda *a: {'eval/success_rate': 0.0};"
+    code = "import sac_hybrid, sys; sac_hybrid.evaluate_policy = lambda *a: {'eval/success_rate': 0.0};"
     code += "sac_hybrid.main(sac_hybrid.parse_args(sac_hybrid.Args))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *command[2:]]
