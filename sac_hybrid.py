@@ -1753,7 +1753,9 @@ def main(args: Args) -> dict[str, float]:
 
     writer = Writer(args, run_dir, total=args.max_steps)
     metrics, scores = {}, {"eval/success_rate": 0.0}
-    if not saved:
+    if saved:
+        writer.open()
+    else:
         scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
         writer.log(scores, 0)
         link.publish(agent.policy)

@@ -88,7 +88,7 @@ def random_inserts(num_inserts, capacity, seed, check_every):
 
 @pytest.mark.parametrize(("capacity", "seed"), [(5, 0), (23, 1), (64, 2), (1000, 3)])
 def test_random_inserts_against_naive(capacity, seed):
-    random_inserts(20_000, capacity, seed, check_every=499)
+    random_inserts(6_000, capacity, seed, check_every=499)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_concurrent_insert_and_sample_never_mix_records():
     try:
         for reader in readers:
             reader.start()
-        for step in range(1, 6000):
+        for step in range(1, 2500):
             step = step if step % 7 else step + 100_000
             buffer.insert(transition(step, step + 1))
     finally:

@@ -11,7 +11,18 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from sac_hybrid import ActionLayout, Args, BarWorld, FrameBuffer, Link, Robot, RobotEnv, SACHybridAgent, main
+from sac_hybrid import (
+    ActionLayout,
+    Args,
+    BarWorld,
+    FrameBuffer,
+    Link,
+    Robot,
+    RobotEnv,
+    SACHybridAgent,
+    main,
+    parse_args,
+)
 
 MODES = list(ActionLayout.SIZES)
 TINY = dict(max_steps=40, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
@@ -268,10 +279,12 @@ def test_bad_inputs_are_one_line(options, word, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # nothing written
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sac_hybrid.py", "--setup-mode", "three-arms"])
+    with pytest.raises(SystemExit) as end:
+        parse_args(Args)
+    assert end.value.code == 2 and "three-arms" in capsys.readouterr().err
     command = [sys.executable, str(ROOT / "sac_hybrid.py")]
-    bad = subprocess.run([*command, "--setup-mode", "three-arms"], capture_output=True, text=True, cwd=tmp_path)
-    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "setup" in bad.stderr
     tiny = "--max_steps 30 --batch_size 8 --training_starts 10 --random_steps 5 --cta_ratio 3 --log_interval 10".split()
     tiny += "--lr 3e-4 --eval-episodes 1 --report-episodes 1 --image_keys image --save_dir out --run-dir run".split()
     good = subprocess.run([*command, *tiny], capture_output=True, text=True, cwd=tmp_path)
