@@ -1731,10 +1731,12 @@ def main(args: Args) -> dict[str, float]:
         last_interventions = saved["last_interventions"]
         if robot and saved["robot"]:
             robot.load_state_dict(saved["robot"])
-        if saved["buffers"]:
+        if saved["buffers"] and checkpoint_path.with_name(saved["buffers"]).exists():
             buffers = load_checkpoint(checkpoint_path.with_name(saved["buffers"]))
             online_rb.load_state_dict(buffers["online_rb"])
             demo_rb.load_state_dict(buffers["demo_rb"])
+        else:
+            print("no buffers beside this checkpoint: it learns from the demos and from what comes", flush=True)
         cut_back(run_dir / "metrics.jsonl", link.handled)
         print(f"resumed {checkpoint_path}: {link.handled} environment steps, {agent.updates} updates", flush=True)
 

@@ -197,6 +197,8 @@ def test_resume_checks_what_it_continues(tmp_path, capsys):
     assert again["eval/success_rate"] == summary["eval/success_rate"]
     longer = main(Args(**TINY | dict(max_steps=70), run_dir=str(tmp_path / "run"), resume="auto"))
     assert longer["charts/updates"] == 100
+    older = tmp_path / "run" / "checkpoints" / "checkpoint_60.pth"  # its buffers are gone: only the newest are kept
+    assert main(Args(**TINY | dict(max_steps=65), resume=str(older)))["charts/updates"] == 90
     path = tmp_path / "run" / "checkpoints" / "checkpoint_70.pth"
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(SystemExit) as end:
