@@ -1675,10 +1675,10 @@ def main(args: Args) -> dict[str, float]:
     shapes = {env.obs_spec[key][0] for key in image_keys} or {(32, 32, 3)}
     if len(shapes) > 1:
         fail(f"--image-keys {' '.join(image_keys)} have the sizes {sorted(shapes)}: one size is needed")
-    if saved:
-        check_same_run(args, saved["args"], checkpoint_path)
     if args.test == "full" and rank == 0 and not args.demo_paths:
         args.demo_paths = tuple(create_test_data(args)[:1])
+    if saved:
+        check_same_run(args, saved["args"], checkpoint_path)
     check_memory(args, env.obs_spec)
     options = "encoder shared_encoder hidden_size layer_norm num_critics num_sampled_critics lr gamma tau init_alpha"
     options += " target_entropy backup_entropy bc_weight algorithm seed"
