@@ -173,7 +173,7 @@ def test_pool_file_round_trip(tmp_path):
         ("{broken", "line 2 is not JSON"),
         ('{"topic": "a", "text": "b"}', "line 2 lacks"),
         ('{"task_id": "a", "topic": "a", "text": 3}', "line 2 lacks"),
-        ('[1, 2]', "line 2 lacks"),
+        ("[1, 2]", "line 2 lacks"),
         ('{"task_id": "amber/50", "topic": "a", "text": "b"}', "validation task amber/50"),
         (json.dumps(dict(task_id="a", topic="a", text="help you to complete the task:<EXP>")), None),
     ],

@@ -92,7 +92,9 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch):
             name, room = t.task_id.split("/")
             query = tokenizer(f"lock {name} room {int(room):02d}").input_ids
             assert t.prompt_ids == query, "strip(inject(p)) = p"
-            text = het.inject_experience(f"lock {name} room {int(room):02d}", NASTY[name], het.Args().experience_template)
+            text = het.inject_experience(
+                f"lock {name} room {int(room):02d}", NASTY[name], het.Args().experience_template
+            )
             assert t.rollout_prompt_ids == (tokenizer(text).input_ids if t.injected else query)
             row = data["prompt_ids"][i][data["prompt_mask"][i].bool()].tolist()
             assert row == (t.rollout_prompt_ids if t.injected and t.keep else query)
@@ -141,7 +143,9 @@ def test_validation_successes_enter_only_on_demand(tmp_path, capsys):
     monkey.undo()
     validation = {t.task_id for t in het.make_lock_world(het.Args(**TINY)).validation}
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    assert records and {r["task_id"] for r in records} <= validation and "--val-summarizer-save" in capsys.readouterr().out
+    assert (
+        records and {r["task_id"] for r in records} <= validation and "--val-summarizer-save" in capsys.readouterr().out
+    )
 
 
 def test_tokens_that_were_not_sampled_carry_no_loss(tmp_path, monkeypatch):
@@ -185,7 +189,9 @@ def test_old_log_probs_of_stripped_samples(old, tmp_path, monkeypatch):
 def test_variants_of_the_off_policy_loss_do_something(tmp_path):
     finals = {}
     variants = dict(clip={}, shape=dict(off_policy_loss="shape"), tis=dict(off_policy_loss="tis"))
-    variants |= dict(behavior=dict(off_old_logp="behavior"), mask=dict(off_policy_neg="mask"), kl=dict(kl_loss_coef=0.1))
+    variants |= dict(
+        behavior=dict(off_old_logp="behavior"), mask=dict(off_policy_neg="mask"), kl=dict(kl_loss_coef=0.1)
+    )
     for name, options in variants.items():
         path = pool_file(tmp_path / "pool", NASTY)
         metrics = run(tmp_path / name, method="ei", num_iterations=2, experience_pool=path, **options)
@@ -298,7 +304,9 @@ def test_latch(tmp_path, monkeypatch):
 
 
 def test_rescued_groups(tmp_path):
-    run(tmp_path / "run", num_iterations=8, group_size=2, num_tasks=8, experience_lbound=-1, method="baseline", **REPLAY)
+    run(
+        tmp_path / "run", num_iterations=8, group_size=2, num_tasks=8, experience_lbound=-1, method="baseline", **REPLAY
+    )
     rows = metrics_without_times(tmp_path / "run")[1:]
     assert sum(row["groups/rescued"] for row in rows) > 0
     assert all(row["groups/rescued"] <= row["groups/all_fail"] for row in rows)
@@ -368,7 +376,9 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch):
     monkeypatch.setattr(het, "compute_log_prob", compute)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     lr = 1e-2
-    metrics = run(tmp_path / "run", method="baseline", num_iterations=1, update_epochs=2, temperature=0.9, learning_rate=lr)
+    metrics = run(
+        tmp_path / "run", method="baseline", num_iterations=1, update_epochs=2, temperature=0.9, learning_rate=lr
+    )
     trajectories, _ = batches(calls)[0]
     lm = models[0]
 
@@ -646,7 +656,10 @@ def test_rooms_and_pairs_are_held_out():
     secrets = {t.topic: t.rules[1] for t in parts.train}
     for task in parts.validation:
         left, right = task.topic.split()
-        halves = {s[:2] for name, s in secrets.items() if left in name}, {s[2:] for n, s in secrets.items() if right in n}
+        halves = (
+            {s[:2] for name, s in secrets.items() if left in name},
+            {s[2:] for n, s in secrets.items() if right in n},
+        )
         assert halves == ({task.rules[1][:2]}, {task.rules[1][2:]}), "advice about parts recombines"
 
 
@@ -740,7 +753,9 @@ def test_a_row_does_not_depend_on_its_neighbours():
     jobs = [het.Job(world.train[i], i, 0, "amber : red" * (i % 2)) for i in range(6)]
     together = het.rollout(policy, jobs, world.make_env, dialogue, pad_id, args, "x", uniforms)
     for i in range(6):
-        alone = het.rollout(policy, jobs[i : i + 1], world.make_env, dialogue, pad_id, args, "x", uniforms[i : i + 1])[0]
+        alone = het.rollout(policy, jobs[i : i + 1], world.make_env, dialogue, pad_id, args, "x", uniforms[i : i + 1])[
+            0
+        ]
         assert alone.steps == together[i].steps
         assert alone.sampler_logprobs == pytest.approx(together[i].sampler_logprobs, abs=1e-5)
 
@@ -750,7 +765,11 @@ def test_shared_blocks_exist_once():
     import ast
 
     names = [
-        {n.name for n in ast.parse((ROOT / f"{s}.py").read_text()).body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+        {
+            n.name
+            for n in ast.parse((ROOT / f"{s}.py").read_text()).body
+            if isinstance(n, ast.FunctionDef | ast.ClassDef)
+        }
         for s in ("het_grpo", "ppo_v1")
     ]
     assert len(names[0] & names[1]) >= 30
