@@ -211,6 +211,31 @@ def test_masked_negatives_leave_loss_and_count(tmp_path, monkeypatch):
     assert off.any() and (advantages[off] >= 0).all() and num_tokens == trained.sum()
 
 
+def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
+    """On-policy, stripped and replayed tokens share one update; every trained token is in exactly one of the losses."""
+    clipped, shaped = record(monkeypatch, "policy_loss"), record(monkeypatch, "shaped_loss")
+    samples = record(monkeypatch, "samples_to_dataproto")
+    options = dict(
+        num_iterations=3, num_minibatches=1, clip_high=0.21, off_cliprange_high=0.77, clip_low=0.1, clip_c=5.0
+    )
+    run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), shaping_beta=0.3, **options, **REPLAY)
+    shuffle, kinds = torch.Generator().manual_seed(2), torch.zeros(3)
+    for i, (_, data) in enumerate(batches(samples)):
+        order = torch.randperm(16, generator=shuffle)
+        on, off = clipped[2 * i], clipped[2 * i + 1]
+        assert on[1] == dict(clip_high=0.21, clip_low=0.1, clip_c=5.0)
+        assert off[1] == dict(clip_high=0.77, clip_low=0.1, clip_c=5.0)
+        assert shaped[i][0][6] == 0.3
+        mask = data["loss_mask"][order].bool()
+        exp, replay = data["exp_mask"][order].bool()[mask], data["replay_mask"][order].bool()[mask]
+        weights_of = [call[0][4][mask] for call in (on, off, shaped[i])]
+        for weight, expected in zip(weights_of, (~exp, exp & ~replay, replay), strict=True):
+            assert torch.equal(weight, expected.float())
+        assert on[0][5] == off[0][5] == shaped[i][0][5] == mask.sum(), "one token count for all"
+        kinds += torch.tensor([w.sum() for w in weights_of])
+    assert (kinds > 0).all()
+
+
 def test_micro_batches_change_nothing(tmp_path):
     path = pool_file(tmp_path / "pool", NASTY)
     for steps in (1, 4):
@@ -460,7 +485,8 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
 
 
 # --- checkpoint ---
-LONG = dict(num_iterations=6, save_every=1, keep_checkpoints=2, updated_freq=2, kl_loss_coef=0.01, **REPLAY)
+LONG = dict(num_iterations=6, save_every=1, keep_checkpoints=2, updated_freq=2, kl_loss_coef=0.01)
+LONG |= dict(use_experience_replay=True, replay_start="success", replay_start_ratio=0.05)
 
 
 def child(folder, before=None, **options):
