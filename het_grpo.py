@@ -555,7 +555,7 @@ WORD = r"\d|[^\W\d]+|[^\w\s]"  # of the tiny model: digits and marks one by one,
 
 
 # --- networks ---
-class Policy(nn.Module):
+class LanguagePolicy(nn.Module):
     """A causal LM."""
 
     def __init__(self, lm):
@@ -640,7 +640,7 @@ def load_agent(args, world: World):
         else:
             tokenizer = load_pretrained(AutoTokenizer, args.model_name, "--model-name")
             lm = load_pretrained(AutoModelForCausalLM, args.model_name, "--model-name")
-        policy = Policy(lm).eval()
+        policy = LanguagePolicy(lm).eval()
     if args.chat_template and not tokenizer.chat_template:
         fail(f"--chat-template: the tokenizer of {args.model_name or 'the tiny model'} has no chat template")
     most = getattr(lm.config, "max_position_embeddings", None) or math.inf
@@ -1542,7 +1542,7 @@ def practise(policy, world: World, dialogue, pad_id, args):
         optimizer.step()
 
 
-def check_same_run(args, saved: dict, path: Path):
+def check_resumed_run(args, saved: dict, path: Path):
     """Other options are listed; ones that would make it another run are refused."""
     if not isinstance(saved, dict) or not {"args", "policy", "optimizer", "counters", "replay", "pool"} <= saved.keys():
         fail(f"checkpoint {path} is not one of {Path(__file__).name}'s")
@@ -1565,7 +1565,7 @@ def main(args: Args) -> dict[str, float]:
     resume_path = find_checkpoint(args)
     saved = load_checkpoint(resume_path) if resume_path else None
     if saved:
-        check_same_run(args, saved, resume_path)
+        check_resumed_run(args, saved, resume_path)
         run_dir = resume_path.absolute().parent.parent
     elif args.resume:
         print("nothing to resume: starting fresh")

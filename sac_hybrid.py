@@ -261,9 +261,10 @@ def parse_args(args_class):
         with contextlib.redirect_stderr(box):
             return tyro.cli(args_class, description=__doc__)
     except SystemExit:
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines()]
-        if lines and lines[0].startswith("╭"):
-            end = next(i for i, line in enumerate(lines) if i and line[:1] in "─╰")
+        lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()]
+        lines = [line for line in lines if line.strip("-")]  # on a poor terminal the box is drawn in ASCII
+        if len(lines) > 1:
+            end = next(i for i, line in enumerate(lines) if "helptext" in line)
             fail(" ".join(lines[1:end]) + " (--help lists what is allowed)")
         print(box.getvalue(), end="", file=sys.stderr)
         raise
@@ -1446,36 +1447,36 @@ class Writer:
 
     def __init__(self, args, run_dir: Path, total: int, enabled: bool = True):
         self.args, self.run_dir, self.enabled = args, run_dir, enabled
-        self.file = self.wandb = None
+        self.opened, self.wandb = False, None
         self.started = time.time()
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
         self.total, self.every = total, max(1, total // 15)
 
-    def open(self):
+    def write(self, name: str, text: str, mode: Literal["w", "a"] = "w"):
+        """A file of the run folder. A full disk or a folder that cannot be made ends the run with one line."""
+        if not self.enabled:
+            return
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "args.json").write_text(json.dumps(asdict(self.args), indent=2) + "\n")
-            self.file = open(self.run_dir / "metrics.jsonl", "a")
+            with open(self.run_dir / name, mode) as file:
+                file.write(text)
         except OSError as error:
-            fail(f"cannot write into the run folder {self.run_dir}: {error.strerror}", code=1)
-        if self.args.track:
-            import wandb
-
-            names = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity, name=self.run_dir.name)
-            self.wandb = wandb.init(**names, config=asdict(self.args), dir=self.run_dir)
+            fail(f"cannot write {self.run_dir / name}: {error.strerror}", code=1)
 
     def log(self, metrics: dict[str, float], global_step: int):
         if not self.enabled:
             return
-        if self.file is None:
-            self.open()
+        if not self.opened:
+            self.write("args.json", json.dumps(asdict(self.args), indent=2) + "\n")
+            if self.args.track:
+                import wandb
+
+                whose = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity)
+                self.wandb = wandb.init(**whose, name=self.run_dir.name, config=asdict(self.args), dir=self.run_dir)
+            self.opened = True
         row = {"global_step": global_step, "time": round(time.time() - self.started, 3)}
         row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON knows no NaN
-        try:
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
-        except OSError as error:
-            fail(f"cannot write {self.run_dir / 'metrics.jsonl'}: {error.strerror}", code=1)
+        self.write("metrics.jsonl", json.dumps(row) + "\n", "a")
         if self.wandb:
             self.wandb.log(metrics, step=global_step)
 
@@ -1490,10 +1491,8 @@ class Writer:
         self.bar.close()
         if not self.enabled:
             return
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.write("summary.json", json.dumps(summary, indent=2) + "\n")
         plot_curves(self.run_dir, curves)
-        if self.file:
-            self.file.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -1755,9 +1754,7 @@ def main(args: Args) -> dict[str, float]:
 
     writer = Writer(args, run_dir, total=args.max_steps)
     metrics, scores = {}, {"eval/success_rate": 0.0}
-    if saved:
-        writer.open()
-    else:
+    if not saved:
         scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
         writer.log(scores, 0)
         link.publish(agent.policy)
