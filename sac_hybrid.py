@@ -484,7 +484,7 @@ class RobotEnv:
                 kind = f"image {key!r} is {value.dtype} {value.shape}"
                 fail(f"--env-id {self.args.env_id}: {kind}: uint8 (H,W,3) is needed")
             elif not self.args.image_keys or key in self.args.image_keys:
-                obs[key] = value[:, :, :3]
+                obs[key] = np.ascontiguousarray(value[:, :, :3])  # renderers flip by negative strides
         if missing := [key for key in self.args.image_keys if key not in obs]:
             fail(f"--image-keys {missing[0]} is no image of --env-id {self.args.env_id}; it has {list(raw)}")
         if vectors and self.args.use_state:
@@ -492,6 +492,10 @@ class RobotEnv:
         if not obs:
             fail(f"--env-id {self.args.env_id}: nothing is left of an observation with {list(raw)}")
         return obs
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self.env.close()
 
     def reset(self, seed: int, probability: float = 0.0):
         if self.human:
@@ -1305,6 +1309,7 @@ class Robot:
             if weights is not None:
                 nn.utils.vector_to_parameters(weights, self.policy.parameters())
             link.send(self.step(global_step), self.index)
+        self.env.close()
 
     def note_gripper(self, executed) -> int:
         toggles, self.closed = gripper_toggles(executed[self.layout.gripper], self.closed)
@@ -1858,6 +1863,7 @@ def main(args: Args) -> dict[str, float]:
             agent.load_networks(best)
         metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
         save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
+    env.close()
     curves = ["eval/success_rate", "charts/success_rate", "charts/intervention_rate"]
     curves += ["losses/critic_loss", "losses/actor_loss", "losses/alpha"]
     writer.close(summary | metrics, curves)

@@ -81,6 +81,7 @@ def make_demos(args: Args, path: Path):
             demos.append(row | dict(masks=1.0 - terminated, dones=done))
             obs = next_obs
         wins += success
+    env.close()
     path.write_bytes(pickle.dumps(demos))
     print(f"scripted expert: {wins} of {DEMOS} episodes end in success", flush=True)
 

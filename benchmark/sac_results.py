@@ -1,6 +1,6 @@
 """Every learning result of sac_hybrid.py: four modes, and the ablation of the default one, seeds 11 to 15.
 
-    python benchmark/sac_results.py                  # about three hours on one core; skips what is there
+    python benchmark/sac_results.py                  # about three hours on one core; skips what the CSV has already
     python benchmark/sac_results.py --draw-only      # CSV and picture from the runs that are there
 
 Each row of sac_results.csv is one run: success of the frozen policy, without human, on 100 episodes that were not used
@@ -41,11 +41,26 @@ class Options:
     """train nothing"""
 
 
+def read(name: str) -> dict:
+    """(arm, seed) -> rows of a CSV that an earlier run of this script wrote."""
+    path, found = ROOT / "benchmark" / f"{name}.csv", {}
+    for row in list(csv.reader(open(path)))[1:] if path.exists() else []:
+        arm, seed, *rest = row
+        numbers = [float(cell) if cell.replace(".", "").isdigit() else cell for cell in rest]
+        found.setdefault((arm, int(seed)), []).append((arm, int(seed), *numbers))
+    return found
+
+
 def main(options: Options):
     results, curves = [], []
+    old_results, old_curves = read("sac_results"), read("sac_curves")
     for arm, (mode, flags) in ARMS.items():
         for seed in options.seeds:
             folder = options.runs / f"{arm.replace(' ', '_')}__{seed}"
+            if not (folder / "summary.json").exists() and (arm, seed) in old_results:
+                results += old_results[arm, seed]
+                curves += old_curves[arm, seed]
+                continue
             if not (folder / "summary.json").exists() and not options.draw_only:
                 command = [sys.executable, str(ROOT / "sac_hybrid.py"), "--setup-mode", mode, "--seed", str(seed)]
                 subprocess.run([*command, *flags, "--run-dir", str(folder)], check=True)

@@ -157,6 +157,12 @@ def test_penalty_is_on_the_executed_toggle(tmp_path):
     assert closed or any(row["grasp_penalty"] for row in rows)
 
 
+def test_flipped_images_are_taken():
+    env = RobotEnv(Args())
+    obs = env.observe({"image": np.zeros((32, 32, 4), np.uint8)[::-1], "state": np.zeros(7)})
+    assert torch.from_numpy(obs["image"]).shape == (32, 32, 3)
+
+
 @pytest.mark.parametrize("bad", [np.zeros(3), np.full(7, np.nan)])
 def test_bad_intervention_is_one_line(bad, capsys):
     env = RobotEnv(Args())
