@@ -462,8 +462,16 @@ class GymEnv:
         if not self.actions and isinstance(env.action_space, gym.spaces.Discrete):
             self.actions = [str(i) for i in range(env.action_space.n)]
 
+    def call(self, method: str, *args, **kwargs):
+        """Somebody else's code: an error in it ends the run with one line."""
+        try:
+            return getattr(self.env, method)(*args, **kwargs)
+        except Exception as error:
+            shown = ", ".join(map(repr, (*args, *kwargs.values())))
+            fail(f"--env: {method}({shown}) of {self.env} raised {error!r}", code=1)
+
     def reset(self) -> str:
-        return self.tell(self.env.reset(seed=self.seed)[0])
+        return self.tell(self.call("reset", seed=self.seed)[0])
 
     def step(self, action: str) -> tuple[str, float, bool]:
         if self.actions:  # the last action word of a sentence counts
@@ -471,7 +479,7 @@ class GymEnv:
             if not said:
                 return "not an action : " + " ".join(self.actions), 0.0, False
             action = self.actions.index(said[-1]) + int(getattr(self.env.action_space, "start", 0))
-        obs, reward, terminated, truncated, _ = self.env.step(action)
+        obs, reward, terminated, truncated, _ = self.call("step", action)
         return self.tell(obs), float(reward), bool(terminated or truncated)
 
     def tell(self, obs) -> str:
@@ -519,7 +527,8 @@ def make_gym_world(args) -> World:
         query = f"{label}{room} . actions : {' '.join(probe.actions)} ."
         return AgentTask(f"{label}/{number}", query, label, (family, 0 if lake else number, label))
 
-    sys.path.insert(0, os.getcwd())  # module:Class of the folder the user stands in
+    if name and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # module:Class of the folder the user stands in
     probe = build(0, 0, "")
     families = range(args.num_families if lake else 1)
     last = args.num_rooms if lake else 10 * args.num_rooms
@@ -1850,7 +1859,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {name: float(value) / num_applied for name, value in sums.items()}  # none if all were skipped
         sampled = torch.zeros_like(mask)
         sampled[mask.bool()] = torch.tensor(
-            [x for t in trajectories for x in (t.sampler_logprobs)], dtype=torch.float32, device=device
+            [x for t in trajectories for x in t.sampler_logprobs], dtype=torch.float32, device=device
         )
         own = mask * (1 - data["exp_mask"])  # stripped tokens were sampled on another prompt, replayed ones long ago
         metrics |= {

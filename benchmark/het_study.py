@@ -24,7 +24,7 @@ COLUMNS = ["study", "arm", "learning_rate", "seed", "global_step", "seconds", "u
 COLUMNS += ["off_p99", "all_fail", "rescued"]
 SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
 RATES = (4e-4, 1e-3, 2e-3)
-COMMON = dict(device="cpu", save_every=0, eval_every=25)
+COMMON = dict(device="cpu", save_every=0, eval_every=50)
 PLAIN = dict(method="baseline", val_rollout_expmode="woexp")
 REPLAY = dict(use_experience_replay=True)
 RESCUE = REPLAY | dict(experience_lbound=-1, bucket_weights="uniform")

@@ -38,7 +38,7 @@ def test_commands_of_the_docstring_parse(name):
 
 def documented_keys():
     """First column of the README's metrics table, `a/{b,c}` written out."""
-    table = README[README.index("## Metrics") :].split("\n## ")[0]
+    table = README[README.index("\n## Metrics") + 1 :].split("\n## ")[0]
     keys = set()
     for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
         for item in re.findall(r"`([^`]+)`", cell):

@@ -36,6 +36,7 @@ def easy_locks(monkeypatch):
         return ("open", 1.0, True) if self.slot == 4 else (f"click {self.slot}", 0.0, False)
 
     monkeypatch.setattr(het.LockEnv, "step", step)
+    monkeypatch.setattr(het, "plot_curves", lambda *args: None)  # half the time of a tiny run; test_command_line draws
 
 
 def run(folder, **options):
@@ -660,6 +661,25 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path):
         torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=1e-3)
 
 
+def test_two_sharded_ranks_resume_exactly(tmp_path):
+    options = LONG | dict(fsdp=True, num_iterations=3, lr_scheduler_type="constant")
+    assert launch(tmp_path / "whole", 2, **options) == [0, 0]
+    assert launch(tmp_path / "parts", 2, **options | dict(num_iterations=2)) == [0, 0]
+    assert launch(tmp_path / "parts", 2, **options, resume="auto") == [0, 0]
+    rows = [metrics_without_times(tmp_path / name) for name in ("whole", "parts")]
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("options", [dict(gradient_checkpointing=True), dict(bf16=True), dict(ent_coef=0.01)], ids=str)
+def test_memory_and_entropy_options(options, tmp_path):
+    plain, other = run(tmp_path / "a", num_iterations=1), run(tmp_path / "b", num_iterations=1, **options)
+    near = 1e-4 if "gradient_checkpointing" in options else 0.05
+    assert other["losses/entropy"] == pytest.approx(plain["losses/entropy"], rel=near)
+    assert all(math.isfinite(value) for value in other.values())
+
+
 # --- environments ---
 def test_lock(monkeypatch):
     monkeypatch.undo()
@@ -719,11 +739,15 @@ class Guess(gym.Env):
 '''
 
 
-def test_module_class(tmp_path, monkeypatch):
+def test_module_class(tmp_path, monkeypatch, capsys):
     (tmp_path / "my_game.py").write_text(ENV_FILE)
     monkeypatch.chdir(tmp_path)
     metrics = run(tmp_path / "run", env="my_game:Guess", max_turns=4, num_families=1)
     assert metrics["charts/success_rate"] > 0
+    (tmp_path / "bad_game.py").write_text(
+        ENV_FILE.replace('return "again"', 'raise KeyError("lost")\n        return "again"')
+    )
+    fails(capsys, lambda: run(tmp_path / "bad", env="bad_game:Guess"), "--env", "step(", "KeyError('lost')", code=1)
 
 
 @pytest.fixture
