@@ -310,13 +310,27 @@ def test_replay_max_kl_leaves_far_rollouts_out(tmp_path, monkeypatch):
     assert metrics["replay/kl_behaviour"] > 1e-12
 
 
-def test_adaptive_reuse_pauses_and_does_not_evict(tmp_path):
-    options = REPLAY | dict(adaptive_reuse=True, num_iterations=12, replay_sample_size=32, staleness_threshold=100)
-    calm = run(tmp_path / "calm", **options, learning_rate=1e-9)
-    moving = run(tmp_path / "moving", **options, learning_rate=2e-2)
-    assert calm["buffer_stats/max_reuse_count"] == 5 and calm["buffer_size"] < 96  # at 6 a rollout leaves
-    assert moving["buffer_stats/max_reuse_count"] == 2 and moving["buffer_size"] == 96
-    assert calm["sample_efficiency"] > moving["sample_efficiency"]
+def test_adaptive_reuse_follows_the_last_kl(tmp_path, monkeypatch):
+    limits, real = [], ppo_v2.ReplayBuffer.draw
+
+    def draw(self, size, iteration, max_reuse, *rest):
+        limits.append((iteration, max_reuse))
+        return real(self, size, iteration, max_reuse, *rest)
+
+    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
+    options = REPLAY | dict(adaptive_reuse=True, num_iterations=14, replay_sample_size=32, eval_every=0)
+    run(tmp_path / "run", **options, learning_rate=1e-2)
+    kl = [row.get("losses/approx_kl") for row in metrics_without_times(tmp_path / "run")]
+    for iteration, limit in limits:
+        assert limit == (6 if kl[iteration - 1] < 0.01 else 2)
+    assert {limit for _, limit in limits} == {2, 6}, "both must occur for this test to mean something"
+
+
+def test_a_rollout_above_the_limit_pauses():
+    buffer = filled([1, 1], [3, 1])
+    uids, _ = buffer.draw(2, 2, max_reuse=2, beta=0.4, rng=np.random.default_rng(0))
+    buffer.evict(2, max_age=9, max_reuse=6, capacity=9)
+    assert uids.tolist() == [1] and len(buffer) == 2
 
 
 def test_buffer_grows(tmp_path):
