@@ -10,6 +10,7 @@ Differs from ppo.py (each item is a marker in the code):
     v1: best            - keep the best model by evaluation
     v1: memory          - bf16 autocast, gradient checkpointing
     v1: config          - training_config.json: options, versions, command
+    v1: nan_guard       - a NaN reward costs its updates, not the run (ppo.py guards losses and gradients already)
     v1: metrics         - total_loss, kl_divergence, learning_rate
     v1: adaptive_kl     - steer the KL coefficient to a target (arXiv:1909.08593)
     v1: target_kl       - stop the epochs of an update that moved too far
@@ -110,7 +111,7 @@ class Args:
     """hub name or folder of a sequence-classification model that scores the text instead of the verifier"""
     missing_eos_penalty: float = 0.0
     """subtracted from the score of an answer cut off at max_response_length"""
-    nan_rewards: Literal["fail", "skip"] = "skip"
+    nan_rewards: Literal["fail", "skip"] = "skip"  # v1: nan_guard
     """a reward that is not finite ends the run with a message (fail) or costs the updates it would enter (skip)"""
 
     # model
@@ -1096,6 +1097,7 @@ def main(args: Args) -> dict[str, float]:
     )
     iteration = global_step = skipped_steps = skipped_in_a_row = 0
     kl_coef = args.kl_coef
+    # v1: early_stopping, best, lr_schedule
     best_score, stale_evals, plateau_evals, plateau_scale = -math.inf, 0, 0, 1.0
     # v1: checkpoint
     if saved:
@@ -1116,7 +1118,7 @@ def main(args: Args) -> dict[str, float]:
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
         writer.log(metrics, global_step)
-        best_score = metrics["eval/score"]
+        best_score = metrics["eval/score"]  # v1: best
     start_time, start_step = time.time(), global_step
     # v1: config
     versions = {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": sys.version.split()[0]}
@@ -1187,6 +1189,7 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - iteration_start
 
         # 4 update
+        # v1: distributed, memory
         keep_whole(policy, False)
         policy.train(args.gradient_checkpointing)
         sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
@@ -1252,6 +1255,7 @@ def main(args: Args) -> dict[str, float]:
             # v1: target_kl
             if args.target_kl is not None and stats["losses/approx_kl"] > 1.5 * args.target_kl:
                 break
+        # v1: distributed, memory
         policy.eval()
         keep_whole(policy, True)
 

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import importlib.util
 import json
 import re
 import shlex
@@ -27,7 +28,7 @@ def test_commands_parse(script, flags):
     tyro.cli(module.Args, args=shlex.split(flags.replace("FOLDER", "folder")))
 
 
-@pytest.mark.parametrize("name", LM_SCRIPTS)
+@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("*.py")))
 def test_commands_of_the_docstring_parse(name):
     module = importlib.import_module(name)
     commands = re.findall(rf"^    (?:python|torchrun --nproc-per-node \d+) {name}\.py([^#\n]*)", module.__doc__, re.M)
@@ -100,3 +101,12 @@ def test_default_task_table_is_the_raw_data():
     for row in rows:
         start, end, seconds = (float(row[name]) for name in ("start_score", "eval_score", "seconds"))
         assert f"| {row['seed']} | {start:.3f} | {end:.3f} | {seconds:.0f} s |" in README
+
+
+def test_replay_table_is_the_raw_data():
+    spec = importlib.util.spec_from_file_location("replay_study", ROOT / "benchmark" / "replay_study.py")
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    curves = study.read(ROOT / "benchmark" / "replay_study.csv")
+    lines = study.table("rare", curves, 0.5).splitlines()
+    assert lines and all(line in README for line in lines)
