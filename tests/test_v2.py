@@ -52,6 +52,16 @@ def test_draws_follow_the_priorities():
     assert counts / 4000 == pytest.approx([0.2077657, 0.3149140, 0.4773203], abs=0.025)
 
 
+def test_draws_of_two_are_one_after_the_other_without_replacement():
+    p, counts, rng = [0.2077657, 0.3149140, 0.4773203], np.zeros(3), np.random.default_rng(0)
+    buffer = filled([1, 1, 1], [0, 0, 0], priorities=[1, 2, 4])
+    for _ in range(4000):
+        uids, _ = buffer.draw(2, 2, 10**9, beta=0.4, rng=rng)
+        counts[uids] += 1
+    second = [sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i) for i in range(3)]
+    assert counts / 4000 == pytest.approx([a + b for a, b in zip(p, second, strict=True)], abs=0.025)
+
+
 def test_uniform_draws_are_distinct_and_weigh_one():
     buffer = filled([1] * 6, [0] * 6)
     uids, drawn = buffer.draw(4, 2, 4, beta=0.4, rng=np.random.default_rng(0))
@@ -64,6 +74,12 @@ def test_age_decay():
     rng = np.random.default_rng(0)
     young = sum(buffer.draw(1, 10, 10**9, 0.0, rng)[0][0] for _ in range(4000)) / 4000
     assert young == pytest.approx(1 / (1 + math.exp(-1)), abs=0.025)
+
+
+def test_age_decay_survives_odds_too_small_for_a_float():
+    buffer = filled([0, 0, 100], [0, 0, 0], priorities=[1, 2, 4], priority_age_tau=0.01)
+    uids, drawn = buffer.draw(3, 100, 4, beta=0.4, rng=np.random.default_rng(0))
+    assert sorted(uids) == [0, 1, 2] and np.isfinite(drawn).all()
 
 
 @pytest.mark.parametrize("iteration, there", [(6, True), (7, True), (8, False)])
