@@ -109,7 +109,7 @@ class Args:
     # optimization
     num_iterations: int = 150
     """rollout + update rounds"""
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
     update_epochs: int = 4
     """passes over the rollouts of an iteration"""
