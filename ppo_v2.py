@@ -191,25 +191,25 @@ class Args:
     """bound on the ratio for negative advantages, above 1 (dual clip; None: no bound)"""
 
     # v2: buffer
-    # replay
+    # replay; where a default is not the guide's, benchmark/replay_study.py is why
     use_replay_buffer: bool = False
     """keep rollouts and mix them into later updates (off: ppo_v1.py)"""
     replay_buffer_size: int = 1_000
     """rollouts kept; the oldest go first"""
-    min_replay_size: int = 100
-    """live rollouts needed before anything is drawn"""
+    min_replay_size: int = 32
+    """live rollouts needed before anything is drawn (guide: 100)"""
     replay_sample_size: int = 32
     """rollouts drawn per update"""
-    use_priority_sampling: bool = False
-    """draw by mean |advantage| instead of uniformly"""
-    priority_alpha: float = 0.6
-    """0: uniform, 1: in proportion to the priority"""
-    priority_beta: float = 0.4
-    """how much of the sampling bias the weights undo, 0 to 1"""
-    priority_beta_increment: float = 0.001
-    """added to priority_beta after each draw, up to 1"""
-    max_replay_reuse: int = 4
-    """draws after which a rollout is dropped; its fresh use does not count"""
+    use_priority_sampling: bool = True
+    """draw by mean |advantage| instead of uniformly (guide: off)"""
+    priority_alpha: float = 1.0
+    """0: uniform, 1: in proportion to the priority (guide: 0.6)"""
+    priority_beta: float = 0.0
+    """how much of the sampling bias the weights undo, 0 to 1 (guide: 0.4, but rare successes are to weigh more)"""
+    priority_beta_increment: float = 0.0
+    """added to priority_beta after each draw, up to 1 (guide: 0.001)"""
+    max_replay_reuse: int = 8
+    """draws after which a rollout is dropped; its fresh use does not count (guide: 4)"""
     staleness_threshold: int = 100
     """age, in iterations, beyond which a rollout is dropped"""
     replay_correction: Literal["decoupled", "behaviour", "none"] = "decoupled"
@@ -226,8 +226,11 @@ class Args:
     """buffer size before replay_grow_iteration (None: replay_buffer_size from the start)"""
     replay_grow_iteration: int = 5
     """iteration from which the buffer has its full size"""
-    priority_age_tau: float | None = None
-    """iterations in which the chance to be drawn falls to 1/e (None: age does not matter)"""
+    priority_age_tau: float | None = 50.0
+    """iterations in which the chance to be drawn falls to 1/e (None, as in the guide: age does not matter)"""
+    replay_below_score: float | None = None
+    """draw only while the running mean score of fresh answers is below this: once most are right, what has the largest
+    advantage is old failures (None: always)"""
     replay_max_kl: float | None = None
     """a drawn rollout stays out of the update if mu and pi_prox are further apart, in nats per token (None: never)"""
 
@@ -654,6 +657,8 @@ class ReplayBuffer:
 
     def add(self, batch: dict, mask, prompt_mask, iteration: int):
         """Store one rollout's rows, cut to their lengths: ids as int32, the rest as float32."""
+        whole = batch["scores"].isfinite()  # a NaN reward costs its own update, not all that would draw it
+        batch, mask, prompt_mask = {name: batch[name][whole] for name in self.FIELDS}, mask[whole], prompt_mask[whole]
         new = np.arange(self.next_uid, self.next_uid + len(mask))
         prompt_lengths, lengths = prompt_mask.sum(1).tolist(), mask.sum(1).long().tolist()
         rows = {name: batch[name].cpu() for name in self.FIELDS}
@@ -1302,7 +1307,7 @@ def main(args: Args) -> dict[str, float]:
     # v2: buffer
     buffer = ReplayBuffer(args.priority_alpha, args.priority_age_tau, args.use_priority_sampling)
     replay_rng = np.random.default_rng([args.seed, 2, 2])
-    beta, trained, replayed_total, last_kl = args.priority_beta, 0, 0, 0.0
+    beta, trained, replayed_total, last_kl, mean_score = args.priority_beta, 0, 0, 0.0, math.nan
     max_reuse = 6 if args.adaptive_reuse else args.max_replay_reuse
     sample_size = args.replay_sample_size
     if args.new_samples_ratio is not None:
@@ -1324,7 +1329,7 @@ def main(args: Args) -> dict[str, float]:
         if args.use_replay_buffer and "replay" in saved:
             buffer.load_state_dict(saved["replay"]["buffer"])
             replay_rng.bit_generator.state = json.loads(saved["replay"]["rng"])
-            beta, trained, replayed_total, last_kl = saved["replay"]["counters"]
+            beta, trained, replayed_total, last_kl, mean_score = saved["replay"]["counters"]
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
@@ -1417,6 +1422,10 @@ def main(args: Args) -> dict[str, float]:
             fresh |= dict(advantages=advantages)  # before whitening
             drawable = int((buffer.reuses < reuse).sum()) if len(buffer) >= args.min_replay_size else 0
             num_drawn = min(sample_size, drawable) // world_size * world_size
+            score = scores.mean().item()
+            mean_score = score if math.isnan(mean_score) else 0.9 * mean_score + 0.1 * score
+            if args.replay_below_score is not None and mean_score >= args.replay_below_score:
+                num_drawn = 0
         if num_drawn:
             uids, draw_weights = buffer.draw(num_drawn, iteration, reuse, beta, replay_rng)
             beta = min(1.0, beta + args.priority_beta_increment)
@@ -1605,7 +1614,7 @@ def main(args: Args) -> dict[str, float]:
             state["controls"] = (best_score, stale_evals, plateau_evals, plateau_scale, kl_coef)
             # v2: buffer
             if args.use_replay_buffer:
-                counters = (beta, trained, replayed_total, last_kl)
+                counters = (beta, trained, replayed_total, last_kl, mean_score)
                 rng = json.dumps(replay_rng.bit_generator.state)
                 state["replay"] = {"buffer": buffer.state_dict(), "rng": rng, "counters": counters}
             if rank == 0:

@@ -326,6 +326,37 @@ def test_replay_max_kl_leaves_far_rollouts_out(tmp_path, monkeypatch):
     assert metrics["replay/kl_behaviour"] > 1e-12
 
 
+def test_a_nan_reward_is_never_drawn(tmp_path):
+    """It costs the update of its own iteration; the buffer does not bring it back."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "calls = {'n': 0}\n"
+        "def mine(prompts, responses, answers):\n"
+        "    calls['n'] += 1\n"  # call 1 is the evaluation of the start policy
+        "    return [float('nan') if calls['n'] == 3 and i == 1 else len(r) for i, r in enumerate(responses)]\n"
+    )
+    options = REPLAY | dict(reward_fn=f"{path}:mine", eval_every=0, replay_sample_size=32, use_priority_sampling=True)
+    run(tmp_path / "run", **options)
+    rows = metrics_without_times(tmp_path / "run")[1:]
+    assert [row["losses/skipped_steps"] for row in rows] == [0, 4, 4, 4, 4]
+    assert [row["buffer_size"] for row in rows] == [8, 15, 23, 31, 39]  # seven of the second iteration's eight
+
+
+def test_replay_pauses_above_a_score(tmp_path):
+    """Mean scores by hand: each iteration's own is the constant 1, 1, 0, 0, 0; the running mean 1, 1, .9, .81, .729."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "calls = {'n': 0}\n"
+        "def mine(prompts, responses, answers):\n"
+        "    calls['n'] += 1\n"
+        "    return [float(calls['n'] <= 3)] * len(responses)\n"
+    )
+    options = REPLAY | dict(reward_fn=f"{path}:mine", eval_every=0, replay_below_score=0.85)
+    run(tmp_path / "run", **options)
+    drawn = ["replay/age" in row for row in metrics_without_times(tmp_path / "run")[1:]]
+    assert drawn == [False, False, False, True, True]
+
+
 def test_adaptive_reuse_follows_the_last_kl(tmp_path, monkeypatch):
     limits, real = [], ppo_v2.ReplayBuffer.draw
 
