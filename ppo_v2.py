@@ -228,9 +228,6 @@ class Args:
     """iteration from which the buffer has its full size"""
     priority_age_tau: float | None = 50.0
     """iterations in which the chance to be drawn falls to 1/e (None, as in the guide: age does not matter)"""
-    replay_below_score: float | None = None
-    """draw only while the running mean score of fresh answers is below this: once most are right, what has the largest
-    advantage is old failures (None: always)"""
     replay_max_kl: float | None = None
     """a drawn rollout stays out of the update if mu and pi_prox are further apart, in nats per token (None: never)"""
 
@@ -1307,7 +1304,7 @@ def main(args: Args) -> dict[str, float]:
     # v2: buffer
     buffer = ReplayBuffer(args.priority_alpha, args.priority_age_tau, args.use_priority_sampling)
     replay_rng = np.random.default_rng([args.seed, 2, 2])
-    beta, trained, replayed_total, last_kl, mean_score = args.priority_beta, 0, 0, 0.0, math.nan
+    beta, trained, replayed_total, last_kl = args.priority_beta, 0, 0, 0.0
     max_reuse = 6 if args.adaptive_reuse else args.max_replay_reuse
     sample_size = args.replay_sample_size
     if args.new_samples_ratio is not None:
@@ -1329,7 +1326,7 @@ def main(args: Args) -> dict[str, float]:
         if args.use_replay_buffer and "replay" in saved:
             buffer.load_state_dict(saved["replay"]["buffer"])
             replay_rng.bit_generator.state = json.loads(saved["replay"]["rng"])
-            beta, trained, replayed_total, last_kl, mean_score = saved["replay"]["counters"]
+            beta, trained, replayed_total, last_kl = saved["replay"]["counters"]
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
@@ -1422,10 +1419,6 @@ def main(args: Args) -> dict[str, float]:
             fresh |= dict(advantages=advantages)  # before whitening
             drawable = int((buffer.reuses < reuse).sum()) if len(buffer) >= args.min_replay_size else 0
             num_drawn = min(sample_size, drawable) // world_size * world_size
-            score = scores.mean().item()
-            mean_score = score if math.isnan(mean_score) else 0.9 * mean_score + 0.1 * score
-            if args.replay_below_score is not None and mean_score >= args.replay_below_score:
-                num_drawn = 0
         if num_drawn:
             uids, draw_weights = buffer.draw(num_drawn, iteration, reuse, beta, replay_rng)
             beta = min(1.0, beta + args.priority_beta_increment)
@@ -1614,7 +1607,7 @@ def main(args: Args) -> dict[str, float]:
             state["controls"] = (best_score, stale_evals, plateau_evals, plateau_scale, kl_coef)
             # v2: buffer
             if args.use_replay_buffer:
-                counters = (beta, trained, replayed_total, last_kl, mean_score)
+                counters = (beta, trained, replayed_total, last_kl)
                 rng = json.dumps(replay_rng.bit_generator.state)
                 state["replay"] = {"buffer": buffer.state_dict(), "rng": rng, "counters": counters}
             if rank == 0:

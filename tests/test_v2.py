@@ -342,21 +342,6 @@ def test_a_nan_reward_is_never_drawn(tmp_path):
     assert [row["buffer_size"] for row in rows] == [8, 15, 23, 31, 39]  # seven of the second iteration's eight
 
 
-def test_replay_pauses_above_a_score(tmp_path):
-    """Mean scores by hand: each iteration's own is the constant 1, 1, 0, 0, 0; the running mean 1, 1, .9, .81, .729."""
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "calls = {'n': 0}\n"
-        "def mine(prompts, responses, answers):\n"
-        "    calls['n'] += 1\n"
-        "    return [float(calls['n'] <= 3)] * len(responses)\n"
-    )
-    options = REPLAY | dict(reward_fn=f"{path}:mine", eval_every=0, replay_below_score=0.85)
-    run(tmp_path / "run", **options)
-    drawn = ["replay/age" in row for row in metrics_without_times(tmp_path / "run")[1:]]
-    assert drawn == [False, False, False, True, True]
-
-
 def test_adaptive_reuse_follows_the_last_kl(tmp_path, monkeypatch):
     limits, real = [], ppo_v2.ReplayBuffer.draw
 
