@@ -42,12 +42,21 @@ def fields_of(path):
     return fields
 
 
-OTHER_UNITS = {  # name -> why the language-model scripts and the SAC scripts mean different things by it
+OTHER_UNITS = {  # name -> why the language-model scripts and each of the SAC scripts mean different things by it
     "batch_size": "answers sampled, rows of an update",
     "eval_every": "iterations, environment steps",
     "gamma": "per token, per environment step",
     "hidden_size": "of the language model, of actor and critics",
     "log_interval": "iterations, environment steps",
+    # sac_hybrid.py fills what is left out by environment, wsrl_warmup.py by preset and task
+    "buffer_size": "frames, transitions",
+    "env_id": "one is built in, Gymnasium only",
+    "eval_episodes": "they choose the policy, they judge it",
+    "init_alpha": "other default rule",
+    "lr": "other default rule",
+    "num_critics": "fixed, by preset",
+    "num_sampled_critics": "fixed, by preset",
+    "tau": "other default rule",
 }
 
 
