@@ -1,0 +1,438 @@
+"""wsrl_warmup.py: presets, whole runs, two stages as two commands, resume after a kill, what off means, bad input."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import wsrl_warmup
+from wsrl_warmup import Args, UniformReplayBuffer, departures, load_checkpoint, main
+
+TINY = dict(env_id="Pendulum-v1", offline_steps=20, online_steps=30, batch_size=8, hidden_size=16, eval_episodes=1)
+TINY |= dict(eval_every=0, log_interval=5, buffer_size=100, device="cpu", save_every=0, data_size=200)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    wsrl_warmup.make_sources(Args(**TINY), wsrl_warmup.ControlEnv("Pendulum-v1"), folder)
+    return str(folder)
+
+
+def run(folder, data, **options):
+    return main(Args(**TINY | dict(run_dir=str(folder), data_dir=data) | options))
+
+
+def rows(folder):
+    """metrics.jsonl without what a clock says"""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not any(w in k for w in ("time", "SPS", "UPS"))} for line in lines]
+
+
+def last_state(folder):
+    return load_checkpoint(wsrl_warmup.newest_checkpoint(Args(resume=str(folder))))
+
+
+def assert_same_state(a, b):
+    for name in a["agent"]["networks"]:
+        assert torch.equal(a["agent"]["networks"][name], b["agent"]["networks"][name]), name
+    for one, other in zip(a["agent"]["optimizers"], b["agent"]["optimizers"], strict=True):
+        assert torch.equal(one["state"][0]["exp_avg_sq"], other["state"][0]["exp_avg_sq"])
+    for name in ("online_rb", "offline_rb"):
+        assert (a[name] is None) == (b[name] is None)
+        for column in a[name]["columns"] if a[name] else ():
+            assert torch.equal(a[name]["columns"][column], b[name]["columns"][column]), (name, column)
+        if a[name] and "priorities" in a[name]:
+            assert torch.equal(a[name]["priorities"], b[name]["priorities"])
+    assert a["sample_rng"] == b["sample_rng"] and a["step"] == b["step"]
+
+
+TABLE = {  # of the specification
+    "design": ("sac", 0, 0.2, 1.0, 0.999, 0.5, 2, 2, 1, True, "both"),
+    "wsrl": ("calql", 5000, 0.0, 0.0, 1.0, 0.0, 10, 2, 4, False, "none"),
+    "rlpd": ("sac", 0, 1.0, 0.5, 1.0, 0.5, 10, 2, 20, False, "none"),
+    "scratch": ("sac", 0, 0.0, 0.0, 1.0, 0.0, 2, 2, 1, False, "none"),
+}
+NAMES = "offline_objective warmup_rollout_steps retention_ratio initial_offline_ratio offline_decay_rate"
+NAMES += " min_offline_ratio num_critics num_sampled_critics utd_ratio use_prioritized_replay weighted_loss"
+
+
+@pytest.mark.parametrize("preset", TABLE)
+def test_presets_resolve_as_in_the_table(preset):
+    args = Args(preset=preset, env_id="Any-v0")
+    assert tuple(getattr(args, name) for name in NAMES.split()) == TABLE[preset] and args.layer_norm
+    assert args.offline_steps == (50_000 if preset in ("design", "wsrl") else 0)
+    assert (args.demo_weight, args.success_weight_bonus, args.priority_alpha, args.priority_beta) == (2, 1.5, 0.6, 0.4)
+    assert Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3  # an explicit option wins
+    assert Args(preset=preset, use_prioritized_replay=False).use_prioritized_replay is False
+    assert Args(preset=preset, offline_steps=0, warmup_rollout_steps=0).offline_steps == 0  # 0 is a value
+
+
+def test_departures_from_the_paper():
+    paper = dict(hidden_size=256, batch_size=256, tau=0.005)
+    assert departures(Args(preset="wsrl", **paper)) == []
+    assert departures(Args(preset="rlpd", **paper)) == []
+    assert departures(Args(preset="wsrl", **paper | dict(utd_ratio=1))) == ["utd_ratio 1 (paper 4)"]
+    assert "retention_ratio 0.2 (paper 0.0)" in departures(Args())
+
+
+@pytest.mark.parametrize("preset", TABLE)
+def test_every_preset_runs(preset, tmp_path, data, capsys):
+    own = dict(warmup_rollout_steps=10) if preset == "wsrl" else {}
+    own |= dict(offline_steps=None, learning_starts=10) if preset in ("rlpd", "scratch") else {}
+    metrics = run(tmp_path / "run", data, preset=preset, **own)
+    assert all(math.isfinite(value) for value in metrics.values())
+    expected = {"design": 20 + 30, "wsrl": 20 + 4 * 20, "rlpd": 20 * 20, "scratch": 20}[preset]
+    assert metrics["charts/updates"] == expected and metrics["charts/env_steps"] == 30
+    sizes = {"design": 120, "wsrl": 0, "rlpd": 600, "scratch": 0}
+    assert metrics["buffer/offline_size"] == sizes[preset] and metrics["buffer/online_size"] == 30
+    assert ("losses/cql_loss" in rows(tmp_path / "run")[2]) == (preset == "wsrl")
+    assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["eval/episodic_return"] == rows(tmp_path / "run")[-1]["eval/episodic_return"]
+    if preset == "design":
+        assert summary["retained_bytes"] == 0.2 * summary["offline_bytes"]  # memory is released, as measured
+    out = capsys.readouterr().out
+    assert f"preset {preset}: " in out and "departures from the paper: " in out and f"utd_ratio {TABLE[preset][8]}" in out
+
+
+def test_offline_share_over_a_run(tmp_path, data):
+    run(tmp_path / "run", data, offline_decay_rate=0.9, batch_size=10, log_interval=1)
+    shares = {row["charts/env_steps"]: row["buffer/offline_frac"] for row in rows(tmp_path / "run") if "buffer/offline_frac" in row}
+    assert shares[0] == 1 and [shares[t] for t in (1, 2, 3, 7, 30)] == [0.9, 0.8, 0.7, 0.5, 0.5]
+
+
+def test_one_seed_one_result(tmp_path, data):
+    for name in "ab":
+        torch.rand(3), np.random.rand(3)  # the global generators must not matter
+        run(tmp_path / name, data)
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    run(tmp_path / "c", data, seed=2)
+    assert rows(tmp_path / "c") != rows(tmp_path / "a")
+
+
+def test_two_commands_are_one_run(tmp_path, data):
+    for i, own in enumerate((dict(), dict(preset="wsrl", warmup_rollout_steps=5), dict(retention_by="td_error"))):
+        both, first, second = (tmp_path / f"{name}{i}" for name in ("both", "first", "second"))
+        run(both, data, **own)
+        hand = own | dict(checkpoint_path=str(tmp_path / f"{i}.pth"), filtered_data_path=str(tmp_path / f"{i}.npz"))
+        run(first, data, stage="offline", **hand)
+        run(second, "nowhere", stage="online", **hand)  # needs no offline data any more
+        online = [row for row in rows(both) if row["global_step"] > 20]
+        assert rows(first) == [row for row in rows(both) if row["global_step"] <= 20] and rows(second) == online
+        assert_same_state(last_state(both), last_state(second))
+        assert (tmp_path / f"{i}.npz").exists() == ("preset" not in own)
+    filtered = np.load(tmp_path / "0.npz")
+    assert len(filtered["rewards"]) == 120 and set(wsrl_warmup.DATA_COLUMNS) <= set(filtered)
+    env = wsrl_warmup.ControlEnv("Pendulum-v1")
+    again, _ = wsrl_warmup.load_offline_data(Args(**TINY), env, [str(tmp_path / "0.npz")])  # also a data file like any
+    kept = last_state(tmp_path / "both0")["offline_rb"]["columns"]
+    assert again["actions"] == pytest.approx(kept["actions"].numpy(), abs=1e-6)
+    assert again["rewards"] == pytest.approx(kept["rewards"].numpy(), rel=1e-5)
+
+
+def test_stage_two_checks_what_it_gets(tmp_path, data, capsys):
+    hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), filtered_data_path=str(tmp_path / "kept.npz"))
+    run(tmp_path / "first", data, stage="offline", **hand)
+    for own, words in (
+        (dict(hidden_size=32), "--hidden-size 32"),
+        (dict(checkpoint_path="absent.pth"), "absent.pth"),
+        (dict(filtered_data_path="absent.npz"), "absent.npz"),
+        (dict(env_id="MountainCarContinuous-v0"), "--env-id"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run(tmp_path / "second", data, stage="online", **hand | own)
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and words in err and err.count("\n") == 1, err
+    assert not (tmp_path / "second").exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("own", [{}, dict(preset="wsrl", warmup_rollout_steps=12), dict(dropout=0.1, obs_noise=0.1)])
+def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
+    """Offline, at the transition, in the frozen rollouts, inside an episode: checkpoints everywhere, kills between."""
+    run(tmp_path / "whole", data, **own)
+    log = wsrl_warmup.Writer.log
+    for number, kill_at in enumerate((10, 20, 30, 45)):
+
+        def dying(self, metrics, step, kill_at=kill_at):
+            log(self, metrics, step)
+            if step == kill_at:
+                raise Killed
+
+        monkeypatch.setattr(wsrl_warmup.Writer, "log", dying)
+        folder = tmp_path / str(number)
+        with pytest.raises(Killed):
+            run(folder, data, **own, save_every=7)
+        monkeypatch.setattr(wsrl_warmup.Writer, "log", log)
+        run(folder, data, **own, save_every=7, resume="auto")
+        assert rows(folder) == rows(tmp_path / "whole")
+        assert_same_state(last_state(folder), last_state(tmp_path / "whole"))
+
+
+def command(*flags):
+    tiny = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [sys.executable, str(ROOT / "wsrl_warmup.py"), *tiny, *map(str, flags)]
+
+
+def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
+    run(tmp_path / "whole", data, online_steps=60)
+    flags = ["--online-steps", 60, "--save-every", 10, "--run-dir", tmp_path / "killed", "--data-dir", data]
+    process = subprocess.Popen(command(*flags), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.time() + 60
+    while not (tmp_path / "killed" / "checkpoints" / "checkpoint_40.pth").exists():
+        assert process.poll() is None and time.time() < end
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    run(tmp_path / "killed", data, online_steps=60, save_every=10, resume="auto")
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert_same_state(last_state(tmp_path / "killed"), last_state(tmp_path / "whole"))
+
+
+def test_signal_saves_and_ends(tmp_path, data, monkeypatch, capsys):
+    log = wsrl_warmup.Writer.log
+
+    def interrupt(self, metrics, step):
+        log(self, metrics, step)
+        if step == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(wsrl_warmup.Writer, "log", interrupt)
+    run(tmp_path / "run", data)
+    monkeypatch.setattr(wsrl_warmup.Writer, "log", log)
+    assert last_state(tmp_path / "run")["step"] == 25 and "--resume auto" in capsys.readouterr().out
+    run(tmp_path / "run", data, resume="auto")
+    run(tmp_path / "whole", data)
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+
+
+def test_resume_checks_what_it_continues(tmp_path, data, capsys):
+    done = run(tmp_path / "run", data)
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "run", data)
+    assert end.value.code == 2 and "holds a run already" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "run", data, resume="auto", lr=0.5)
+    assert end.value.code == 2 and "--lr 0.5 is not allowed: it must be 0.001" in capsys.readouterr().err
+    again = run(tmp_path / "run", data, resume="auto")  # nothing left to do
+    assert again["eval/episodic_return"] == done["eval/episodic_return"]
+
+
+def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data, monkeypatch):
+    actions, step = [], wsrl_warmup.Collector.step
+
+    def watch(self, random):
+        actions.append(random)
+        return step(self, random)
+
+    monkeypatch.setattr(wsrl_warmup.Collector, "step", watch)
+    hand = dict(preset="wsrl", warmup_rollout_steps=30, checkpoint_path=str(tmp_path / "warm.pth"))
+    run(tmp_path / "run", data, **hand)
+    before, after = load_checkpoint(tmp_path / "warm.pth"), last_state(tmp_path / "run")
+    assert all(torch.equal(w, after["agent"]["networks"][name]) for name, w in before["agent"]["networks"].items())
+    for one, other in zip(before["agent"]["optimizers"], after["agent"]["optimizers"], strict=True):
+        assert torch.equal(one["state"][0]["exp_avg"], other["state"][0]["exp_avg"])
+        assert one["state"][0]["step"] == other["state"][0]["step"]
+    assert len(after["online_rb"]["columns"]["rewards"]) == 30 and actions == [False] * 30
+    assert after["online_rb"]["columns"]["actions"].std() > 0
+
+
+def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
+    own = dict(initial_offline_ratio=0.0, min_offline_ratio=0.0)
+    run(tmp_path / "clean", data, **own)
+
+    def poisoned(buffer, *args):
+        kept = keep(buffer, *args)
+        for column in kept.columns.values():
+            column.fill(np.nan)
+        return kept
+
+    keep = wsrl_warmup.filter_offline_data
+    monkeypatch.setattr(wsrl_warmup, "filter_offline_data", poisoned)
+    run(tmp_path / "poisoned", data, **own)
+    assert rows(tmp_path / "clean") == rows(tmp_path / "poisoned")
+
+
+def test_off_is_the_plain_path(tmp_path, data):
+    """PER of alpha 0 and weights of 1 on top of plain SAC change nothing but the draws; off draws as plain does."""
+    plain = dict(use_prioritized_replay=False, weighted_loss="none")
+    run(tmp_path / "plain", data, **plain)
+    run(tmp_path / "cql0", data, **plain, offline_objective="cql", cql_alpha=0.0)
+    run(tmp_path / "zero", data, **plain, dropout=0.0, obs_noise=0.0, holdout_ratio=0.5, priority_beta=0.9)
+    assert rows(tmp_path / "plain") == rows(tmp_path / "cql0") == rows(tmp_path / "zero")
+    for name, on in (("cql", dict(offline_objective="cql")), ("noise", dict(obs_noise=0.1)), ("drop", dict(dropout=0.2)),
+                     ("per", dict(use_prioritized_replay=True)), ("weights", dict(weighted_loss="critic")),
+                     ("sampling", dict(source_weight_in="sampling"))):  # fmt: skip
+        run(tmp_path / name, data, **plain | on)
+        assert rows(tmp_path / name) != rows(tmp_path / "plain"), name
+
+
+def test_weights_and_priorities_of_the_training_step(tmp_path, data, monkeypatch):
+    """What reaches the update: importance times source weights for the critic, source weights alone for the actor."""
+    seen, update = [], wsrl_warmup.WarmupAgent.weighted_update
+
+    def watch(self, batch, weights, **options):
+        seen.append((batch["weights"], *weights))
+        return update(self, batch, weights, **options)
+
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "weighted_update", watch)
+    run(tmp_path / "both", data, online_steps=1)
+    for source, critic, actor in seen:
+        assert critic.mean().item() == pytest.approx(1, abs=1e-5) and actor.mean().item() == pytest.approx(1, abs=1e-5)
+        assert torch.allclose(actor, source / source.mean())
+    assert not any(torch.allclose(critic, actor) for _, critic, actor in seen[5:20])  # priorities differ by then
+    seen.clear()
+    run(tmp_path / "critic", data, online_steps=1, weighted_loss="critic", use_prioritized_replay=False)
+    assert all(torch.allclose(critic, source / source.mean()) and actor is None for source, critic, actor in seen)
+    seen.clear()
+    run(tmp_path / "sampling", data, online_steps=1, source_weight_in="sampling", use_prioritized_replay=False)
+    assert all(critic is None and actor is None for _, critic, actor in seen)  # in the sampling, so not in the loss
+
+
+def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
+    errors, kept = iter([3.0, 2.0, 5.0, 4.0, 1.0]), []
+
+    def judge(self, batch):
+        assert len(batch["rewards"]) == 200  # one of the three episodes is held out
+        kept.append(self.networks())
+        return next(errors)
+
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "heldout_error", judge)
+    hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), retention_ratio=1.0)
+    run(tmp_path / "run", data, early_stop_patience=2, early_stop_every=3, **hand)
+    assert len(kept) == 4 and "early stop after 12 offline updates" in capsys.readouterr().out
+    warm = load_checkpoint(tmp_path / "warm.pth")
+    assert all(torch.equal(weight, kept[1][name]) for name, weight in warm["agent"]["networks"].items())
+    assert warm["step"] == 20 and len(warm["offline_rb"]["columns"]["rewards"]) == 400
+
+
+def test_heldout_error_is_relative():
+    agent = wsrl_warmup.WarmupAgent(3, 1, hidden_size=16)
+    batch = dict(obs=torch.zeros(4, 3), next_obs=torch.zeros(4, 3), actions=torch.zeros(4, 1), masks=torch.zeros(4))
+    batch["rewards"] = torch.tensor([0.0, 2.0, 0.0, 2.0])  # variance 4/3
+    with torch.no_grad():
+        expected = (agent.qf(batch["obs"], batch["actions"]) - batch["rewards"]).square().mean() / (4 / 3)
+    assert agent.heldout_error(batch) == pytest.approx(expected.item())
+
+
+def test_gradients_that_stay_nan_end_the_run(tmp_path, data, monkeypatch, capsys):
+    sample = wsrl_warmup.sample_mixed
+
+    def broken(*args):
+        batch, *rest = sample(*args)
+        return batch | {"rewards": torch.full_like(batch["rewards"], math.nan)}, *rest
+
+    monkeypatch.setattr(wsrl_warmup, "sample_mixed", broken)
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "run", data)
+    assert end.value.code == 1 and "10 gradients in a row were not finite" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, data, monkeypatch, capsys):
+    save, count = torch.save, []
+
+    def full_disk(state, file):
+        count.append(1)
+        if len(count) > 2:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(SystemExit) as end:
+        run(tmp_path / "run", data, save_every=10)
+    assert end.value.code == 1 and "No space left" in capsys.readouterr().err
+    monkeypatch.undo()
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"checkpoint_10.pth", "checkpoint_20.pth"} and last_state(tmp_path / "run")["step"] == 20
+
+
+def test_normalised_by_the_offline_statistics(tmp_path, data):
+    run(tmp_path / "run", data)
+    networks = last_state(tmp_path / "run")["agent"]["networks"]
+    obs = np.concatenate([np.load(f"{data}/{name}.npz")["obs"] for name in ("demos", "suboptimal", "random")])
+    assert networks["policy.obs_mean"].numpy() == pytest.approx(obs.mean(0), abs=1e-4)
+    assert networks["policy.obs_std"].numpy() == pytest.approx(obs.std(0), rel=1e-3)
+    run(tmp_path / "scratch", data, preset="scratch", offline_steps=None, learning_starts=10)  # the space's own bounds
+    assert last_state(tmp_path / "scratch")["agent"]["networks"]["policy.obs_std"].tolist() == [1, 1, 8]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--retention-ratio", "0"], ["--retention-ratio 0.0", "--min-offline-ratio 0.5"]),
+        (["--offline-decay-rate", "1.5"], ["--offline-decay-rate 1.5", "between 0 and 1"]),
+        (["--min-offline-ratio", "0.9", "--initial-offline-ratio", "0.5"], ["--min-offline-ratio 0.9"]),
+        (["--batch-size", "0"], ["--batch-size 0", "positive"]),
+        (["--num-critics", "1", "--num-sampled-critics", "2"], ["--num-sampled-critics 2", "at most"]),
+        (["--preset", "nonsense"], ["nonsense"]),
+        (["--stage", "offline"], ["--checkpoint-path None"]),
+        (["--stage", "online", "--preset", "rlpd", "--checkpoint-path", "a", "--filtered-data-path", "b"], ["--stage online"]),
+        (["--env-id", "Nope-v0"], ["--env-id Nope-v0"]),
+        (["--env-id", "CartPole-v1"], ["--env-id CartPole-v1", "actions"]),
+        (["--offline-data", "demos=absent.npz"], ["absent.npz"]),
+    ],
+)
+def test_bad_input_ends_in_one_line(flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["wsrl_warmup.py", *flags])
+    with pytest.raises(SystemExit) as end:
+        main(wsrl_warmup.parse_args(Args))
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_of_the_design_work(monkeypatch):
+    flags = "--exp_name hirol --offline_data_path demos.pkl --warmup_steps 50 --checkpoint_path w --demo_path f.pkl"
+    monkeypatch.setattr(sys, "argv", ["wsrl_warmup.py", *flags.split()])
+    args = wsrl_warmup.parse_args(Args)
+    assert args.offline_steps == 50 and args.offline_data == ("demos.pkl",) and args.filtered_data_path == "f.pkl"
+    flags = "--offline-data demos=a.npz:2.0 --offline-data random=b.pkl --offline-steps 7"
+    monkeypatch.setattr(sys, "argv", ["wsrl_warmup.py", *flags.split()])
+    args = wsrl_warmup.parse_args(Args)
+    assert args.offline_data == ("demos=a.npz:2.0", "random=b.pkl") and args.offline_steps == 7
+
+
+def test_make_data_only(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(Args(**TINY | dict(make_data=True)))
+    names = {path.name for path in (tmp_path / "data" / "Pendulum-v1").iterdir()}
+    assert names == {"demos.npz", "suboptimal.npz", "random.npz"} and not (tmp_path / "runs").exists()
+    assert capsys.readouterr().out.count("\n") == 3
+
+
+def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
+    """No script for this environment: policies of the end and of the middle of a run play the episodes."""
+    monkeypatch.setattr(wsrl_warmup, "swing_up", None)
+    own = {"Pendulum-v1": wsrl_warmup.SMALL | dict(learning_starts=5, eval_every=0)}
+    monkeypatch.setattr(wsrl_warmup, "TASKS", own)
+    env = wsrl_warmup.ControlEnv("Pendulum-v1")
+    args = Args(env_id="Pendulum-v1", data_steps=20, data_size=200, hidden_size=64, device="cpu")
+    wsrl_warmup.make_sources(args, env, tmp_path)
+    assert all(len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 200 for name in ("demos", "suboptimal", "random"))
+
+
+def test_online_rows_wrap_around(tmp_path, data):
+    metrics = run(tmp_path / "run", data, buffer_size=12)
+    assert metrics["buffer/online_size"] == 12
+    rb = UniformReplayBuffer(4, 1, 1)
+    names = ("rewards", "masks", "weights", "quality", "returns")
+    for i in range(6):
+        row = {name: np.full(1, i) for name in names} | {name: np.full((1, 1), i) for name in ("obs", "next_obs", "actions")}
+        rb.insert(row)
+    assert rb.columns["rewards"].tolist() == [4, 5, 2, 3] and len(rb) == 4
