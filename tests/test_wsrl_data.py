@@ -61,7 +61,9 @@ def test_truncation_bootstraps_and_termination_does_not(tmp_path):
 
 
 def test_sources_files_and_weights(tmp_path):
-    a, b, c = (save(tmp_path / f"{x}.npz", walk(start=10.0 * i, truncations=np.arange(6) == 5)) for i, x in enumerate("abc"))
+    a, b, c = (
+        save(tmp_path / f"{x}.npz", walk(start=10.0 * i, truncations=np.arange(6) == 5)) for i, x in enumerate("abc")
+    )
     specs = [f"demos={a}", f"demos={b}:3.5", f"random={c}", f"mine={c}", a]
     columns, lines = load_offline_data(ARGS, ENV, specs)
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
@@ -151,7 +153,9 @@ def test_minari_episodes(monkeypatch):
     import types
 
     c = walk(4)
-    parts = [dict(observations=np.vstack([c["obs"], c["next_obs"][-1:]])) | {n: c[n] for n in DATA_COLUMNS if "obs" not in n}]
+    parts = [
+        dict(observations=np.vstack([c["obs"], c["next_obs"][-1:]])) | {n: c[n] for n in DATA_COLUMNS if "obs" not in n}
+    ]
     data = types.SimpleNamespace(iterate_episodes=lambda: [types.SimpleNamespace(**part) for part in parts * 2])
     monkeypatch.setitem(sys.modules, "minari", types.SimpleNamespace(load_dataset=lambda name: {"a/b-v0": data}[name]))
     columns = read_source("minari:a/b-v0", ENV)

@@ -169,9 +169,10 @@ def test_weights_reach_both_losses_and_only_their_own():
 def test_equal_weights_are_the_plain_update():
     plain, weighted = make_agent(), make_agent()
     weights = batch_weights(torch.full((N,), 4.0))  # powers of two: exactly 1
-    assert plain.weighted_update(make_batch())["critic_loss"] == weighted.weighted_update(make_batch(), (weights,) * 2)[
-        "critic_loss"
-    ]
+    assert (
+        plain.weighted_update(make_batch())["critic_loss"]
+        == weighted.weighted_update(make_batch(), (weights,) * 2)["critic_loss"]
+    )
     assert same(plain.networks(), weighted.networks())
 
 
