@@ -43,8 +43,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 PRESETS = {  # what an option left at None becomes first
+    # the design leaves the conservative term open; without it the warm policy came and went (README: - Cal-QL)
     "design": dict(
-        offline_objective="sac", warmup_rollout_steps=0, learning_starts=0, retention_ratio=0.2, num_critics=2,
+        offline_objective="calql", warmup_rollout_steps=0, learning_starts=0, retention_ratio=0.2, num_critics=2,
         initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, num_sampled_critics=2,
         utd_ratio=1, use_prioritized_replay=True, weighted_loss="both",
     ),

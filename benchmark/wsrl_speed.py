@@ -1,4 +1,4 @@
-"""Updates per second of wsrl_warmup.py and of stable-baselines3's SAC in the same run, and the cost of prioritized draws.
+"""Updates per second of wsrl_warmup.py and of stable-baselines3's SAC in the same run, and what prioritized draws cost.
 
 Equal terms: 17 observations, 6 actions, 256x256 networks without LayerNorm, 2 critics, batch 256, one thread, automatic
 temperature, every update full: critic, actor, temperature, targets. Sampling the batch counts on both sides. CPU

@@ -63,8 +63,8 @@ def assert_same_state(a, b):
     assert a["sample_rng"] == b["sample_rng"] and a["step"] == b["step"]
 
 
-TABLE = {  # of the specification
-    "design": ("sac", 0, 0.2, 1.0, 0.999, 0.5, 2, 2, 1, True, "both"),
+TABLE = {  # of the specification; it leaves the design's offline objective open
+    "design": ("calql", 0, 0.2, 1.0, 0.999, 0.5, 2, 2, 1, True, "both"),
     "wsrl": ("calql", 5000, 0.0, 0.0, 1.0, 0.0, 10, 2, 4, False, "none"),
     "rlpd": ("sac", 0, 1.0, 0.5, 1.0, 0.5, 10, 2, 20, False, "none"),
     "scratch": ("sac", 0, 0.0, 0.0, 1.0, 0.0, 2, 2, 1, False, "none"),
@@ -102,7 +102,7 @@ def test_every_preset_runs(preset, tmp_path, data, capsys):
     assert metrics["charts/updates"] == expected and metrics["charts/env_steps"] == 30
     sizes = {"design": 120, "wsrl": 0, "rlpd": 600, "scratch": 0}
     assert metrics["buffer/offline_size"] == sizes[preset] and metrics["buffer/online_size"] == 30
-    assert ("losses/cql_loss" in rows(tmp_path / "run")[2]) == (preset == "wsrl")
+    assert ("losses/cql_loss" in rows(tmp_path / "run")[2]) == (preset in ("design", "wsrl"))
     assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/episodic_return"] == rows(tmp_path / "run")[-1]["eval/episodic_return"]
@@ -281,9 +281,9 @@ def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
 
 def test_off_is_the_plain_path(tmp_path, data):
     """PER of alpha 0 and weights of 1 on top of plain SAC change nothing but the draws; off draws as plain does."""
-    plain = dict(use_prioritized_replay=False, weighted_loss="none")
+    plain = dict(use_prioritized_replay=False, weighted_loss="none", offline_objective="sac")
     run(tmp_path / "plain", data, **plain)
-    run(tmp_path / "cql0", data, **plain, offline_objective="cql", cql_alpha=0.0)
+    run(tmp_path / "cql0", data, **plain | dict(offline_objective="cql", cql_alpha=0.0))
     run(tmp_path / "zero", data, **plain, dropout=0.0, obs_noise=0.0, holdout_ratio=0.5, priority_beta=0.9)
     assert rows(tmp_path / "plain") == rows(tmp_path / "cql0") == rows(tmp_path / "zero")
     features = dict(cql=dict(offline_objective="cql"), noise=dict(obs_noise=0.1), drop=dict(dropout=0.2))
