@@ -146,7 +146,7 @@ class Args:
     offline_steps: Annotated[int | None, tyro.conf.arg(aliases=("--warmup-steps",))] = None
     """offline updates; the design's warmup_steps, while the paper's warm-up is warmup_rollout_steps (None: preset)"""
     online_steps: int | None = None
-    """environment steps after the warm-up (None: 5000 small tasks, else 100000)"""
+    """environment steps after the offline updates (None: warmup_rollout_steps plus 5000 small tasks, else 100000)"""
     warmup_rollout_steps: int | None = None
     """online steps at the start in which the warm policy acts, sampled, and nothing is updated (None: preset)"""
     learning_starts: int | None = None
@@ -233,9 +233,12 @@ class Args:
     """wandb team (None: your default one)"""
 
     def __post_init__(self):
+        default_length = self.online_steps is None
         for name, value in (DEFAULTS | TASKS.get(self.env_id, {}) | PRESETS[self.preset]).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if default_length:
+            self.online_steps += self.warmup_rollout_steps  # else the paper's 5000 would leave nothing to learn in
         positive = "online_steps hidden_size batch_size lr utd_ratio num_critics num_sampled_critics init_alpha"
         positive += " buffer_size data_size data_steps demo_weight success_weight_bonus reward_scale max_skipped_steps"
         positive += " early_stop_every cql_num_actions eval_episodes log_interval"
@@ -1471,10 +1474,12 @@ def main(args: Args) -> dict[str, float]:
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
-    if not saved and (run_dir / "metrics.jsonl").exists():
+    if not args.resume and (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     if saved:
         check_same_run(args, saved["args"], checkpoint_path)
+    elif args.resume:
+        cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
     handed_over = load_checkpoint(Path(args.checkpoint_path)) if args.stage == "online" and not saved else None
     fixed = ("env_id", "offline_steps", "reward_scale", "gamma", "hidden_size", "num_critics")
     for name in fixed if handed_over else ():
@@ -1670,18 +1675,18 @@ def main(args: Args) -> dict[str, float]:
         stage = f"online {env_steps}" if env_steps else "offline"
         writer.status(f"{stage} return {scores.get('eval/episodic_return', math.nan):.1f}", done=step)
 
-        # 6 save
+        # 6 save; what is handed over comes first: after the checkpoint of the last step nothing would write it again
+        if step == args.offline_steps and args.stage != "online":
+            if args.filtered_data_path and offline_rb is not None:
+                save_filtered_data(args, env, offline_rb)
+            if args.checkpoint_path:
+                save(Path(args.checkpoint_path), offline_rows=not args.filtered_data_path)
         stopping = stop_signal.received is not None
         if (args.save_every and step % args.save_every == 0) or step == last_step or stopping:
             save(save_dir / f"checkpoint_{step}.pth")
             numbered = [path for path in save_dir.glob("checkpoint_*.pth") if path.stem[11:].isdigit()]
             for path in sorted(numbered, key=lambda path: int(path.stem[11:]))[:-2]:
                 path.unlink()
-        if step == args.offline_steps and args.stage != "online":
-            if args.filtered_data_path and offline_rb is not None:
-                save_filtered_data(args, env, offline_rb)
-            if args.checkpoint_path:
-                save(Path(args.checkpoint_path), offline_rows=not args.filtered_data_path)
         if stopping:
             break
     stop_signal.restore()

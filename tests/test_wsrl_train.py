@@ -81,6 +81,7 @@ def test_presets_resolve_as_in_the_table(preset):
     assert (args.demo_weight, args.success_weight_bonus, args.priority_alpha, args.priority_beta) == (2, 1.5, 0.6, 0.4)
     assert Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3  # an explicit option wins
     assert Args(preset=preset, use_prioritized_replay=False).use_prioritized_replay is False
+    assert args.online_steps == (105_000 if preset == "wsrl" else 100_000)
     assert Args(preset=preset, offline_steps=0, warmup_rollout_steps=0).offline_steps == 0  # 0 is a value
 
 
@@ -178,7 +179,7 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
     """Offline, at the transition, in the frozen rollouts, inside an episode: checkpoints everywhere, kills between."""
     run(tmp_path / "whole", data, **own)
     log = wsrl_warmup.Writer.log
-    for number, kill_at in enumerate((10, 20, 45)):
+    for number, kill_at in enumerate((5, 20, 45)):  # 5: before the first checkpoint
 
         def dying(self, metrics, step, kill_at=kill_at):
             log(self, metrics, step)
