@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wsrl_warmup import PrioritizedReplayBuffer, UniformReplayBuffer, WarmupAgent, keep_memory, sample_mixed
 
-OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 60, 5
+OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 40, 5
 
 
 class Blank(gym.Env):
