@@ -1213,6 +1213,7 @@ class WarmupAgent:
         optimizers = (self.critic_optimizer, self.actor_optimizer, self.alpha_optimizer)
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+            optimizer.param_groups[0]["lr"] = self.lr  # --stage online may choose another
         self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
         self.noise_rng.set_state(state["noise_rng"])
         self.dropout_rng.set_state(state["dropout_rng"])

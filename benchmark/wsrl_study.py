@@ -53,6 +53,8 @@ ARMS = {
     "design - retention": dict(retention_ratio=1.0),
     "design - decay": dict(offline_decay_rate=1.0, min_offline_ratio=0.5, initial_offline_ratio=0.5),
     "design - Cal-QL": dict(offline_objective="sac"),
+    # what the tuning seed said on Pendulum: keep the conservative term online, and rows that cover the states
+    "design, Cal-QL online, half by TD error": dict(online_cql_alpha=1.0, retention_ratio=0.5, retention_by="td_error"),
 }
 SWEEPS = {
     "floor 0": dict(min_offline_ratio=0.0),

@@ -284,6 +284,9 @@ def test_load_gives_the_same_agent(tmp_path):
     assert (other.policy.act(obs) == agent.policy.act(obs)).all()
     assert agent.weighted_update(make_batch(7))["critic_loss"] == other.weighted_update(make_batch(7))["critic_loss"]
     assert same(agent.networks(), other.networks())
+    other = make_agent(lr=5e-4)
+    other.load(tmp_path / "final_model.pth")
+    assert other.critic_optimizer.param_groups[0]["lr"] == 5e-4  # the moments come from the file, the rate does not
     with pytest.raises(ValueError, match="obs_dim"):
         WarmupAgent(D + 1, A).load(tmp_path / "final_model.pth")
 
