@@ -191,25 +191,27 @@ class Args:
     """bound on the ratio for negative advantages, above 1 (dual clip; None: no bound)"""
 
     # v2: buffer
-    # replay; where a default is not the guide's, benchmark/replay_study.py is why
+    # replay; six defaults are what benchmark/replay_study.py found, not the guide's: --min-replay-size 100
+    # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --priority-beta-increment 0.001
+    # --max-replay-reuse 4, and no --priority-age-tau, which is ours
     use_replay_buffer: bool = False
     """keep rollouts and mix them into later updates (off: ppo_v1.py)"""
     replay_buffer_size: int = 1_000
     """rollouts kept; the oldest go first"""
     min_replay_size: int = 32
-    """live rollouts needed before anything is drawn (guide: 100)"""
+    """live rollouts needed before anything is drawn"""
     replay_sample_size: int = 32
     """rollouts drawn per update"""
     use_priority_sampling: bool = True
-    """draw by mean |advantage| instead of uniformly (guide: off)"""
+    """draw by mean |advantage| instead of uniformly"""
     priority_alpha: float = 1.0
-    """0: uniform, 1: in proportion to the priority (guide: 0.6)"""
+    """0: uniform, 1: in proportion to the priority"""
     priority_beta: float = 0.0
-    """how much of the sampling bias the weights undo, 0 to 1 (guide: 0.4, but rare successes are to weigh more)"""
+    """how much of the sampling bias the weights undo, 0 to 1"""
     priority_beta_increment: float = 0.0
-    """added to priority_beta after each draw, up to 1 (guide: 0.001)"""
+    """added to priority_beta after each draw, up to 1"""
     max_replay_reuse: int = 8
-    """draws after which a rollout is dropped; its fresh use does not count (guide: 4)"""
+    """draws after which a rollout is dropped; its fresh use does not count"""
     staleness_threshold: int = 100
     """age, in iterations, beyond which a rollout is dropped"""
     replay_correction: Literal["decoupled", "behaviour", "none"] = "decoupled"
@@ -227,7 +229,7 @@ class Args:
     replay_grow_iteration: int = 5
     """iteration from which the buffer has its full size"""
     priority_age_tau: float | None = 50.0
-    """iterations in which the chance to be drawn falls to 1/e (None, as in the guide: age does not matter)"""
+    """iterations in which the chance to be drawn falls to 1/e (None: age does not matter)"""
     replay_max_kl: float | None = None
     """a drawn rollout stays out of the update if mu and pi_prox are further apart, in nats per token (None: never)"""
 

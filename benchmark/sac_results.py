@@ -24,11 +24,21 @@ ARMS = {  # name -> mode, flags
     "demos only": (LEARNED, ["--intervention-steps", "0"]),
     "neither": (LEARNED, ["--intervention-steps", "0", "--num-demos", "0"]),
     "behaviour cloning only": (LEARNED, ["--intervention-steps", "0", "--algorithm", "bc"]),
+    "10 demos + interventions": (LEARNED, ["--num-demos", "10"]),
+    "10 demos only": (LEARNED, ["--num-demos", "10", "--intervention-steps", "0"]),
+    "behaviour cloning only, 10 demos": (
+        LEARNED,
+        ["--num-demos", "10", "--intervention-steps", "0", "--algorithm", "bc"],
+    ),
     "single fixed": ("single-arm-fixed-gripper", []),
     "dual fixed": ("dual-arm-fixed-gripper", []),
     "dual learned": ("dual-arm-learned-gripper", []),
 }
-ABLATION = list(ARMS)[:4]
+PANELS = {  # of the picture: title -> metric, arms
+    "50 demos: success, frozen policy, no human": ("eval/success_rate", list(ARMS)[:4]),
+    "10 demos: success, frozen policy, no human": ("eval/success_rate", [*list(ARMS)[4:7], "neither"]),
+    "intervention rate": ("charts/intervention_rate", ["demos + interventions", "10 demos + interventions"]),
+}
 
 
 @dataclass
@@ -37,6 +47,8 @@ class Options:
     """where the run folders are"""
     seeds: tuple[int, ...] = (11, 12, 13, 14, 15)
     """seeds of every arm"""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """train these only; what is there of the others stays"""
     draw_only: bool = False
     """train nothing"""
 
@@ -61,7 +73,7 @@ def main(options: Options):
                 results += old_results[arm, seed]
                 curves += old_curves[arm, seed]
                 continue
-            if not (folder / "summary.json").exists() and not options.draw_only:
+            if not (folder / "summary.json").exists() and arm in options.arms and not options.draw_only:
                 command = [sys.executable, str(ROOT / "sac_hybrid.py"), "--setup-mode", mode, "--seed", str(seed)]
                 subprocess.run([*command, *flags, "--run-dir", str(folder)], check=True)
             if not (folder / "summary.json").exists():
@@ -79,32 +91,39 @@ def main(options: Options):
                        ("sac_curves", [("arm", "seed", "env_steps", "metric", "value"), *curves])):  # fmt: skip
         with open(ROOT / "benchmark" / f"{name}.csv", "w", newline="") as file:
             csv.writer(file).writerows(rows)
-    for arm in ARMS:
-        rates = [row[5] for row in results if row[0] == arm]
-        if rates:
-            seconds = [row[4] for row in results if row[0] == arm]
-            spread = f"{np.mean(rates):.3f} +- {np.std(rates):.3f}, lowest {min(rates):.2f}"
-            print(f"{arm:24s} {len(rates)} seeds  {spread}  {np.mean(seconds):.0f} s  {rates}")
+    print(table(results))
     draw(curves)
+
+
+def table(results) -> str:
+    """Markdown: success of each seed, mean, seconds and steps of a run, command."""
+    lines = []
+    for arm, (mode, flags) in ARMS.items():
+        mine = [row for row in results if row[0] == arm]
+        if mine:
+            rates, seconds = [row[5] for row in mine], np.mean([row[4] for row in mine])
+            cells = [arm, " ".join(f"{rate:.2f}".lstrip("0") for rate in rates), f"{np.mean(rates):.3f}"]
+            cells += [f"{seconds:.0f} s, {mine[0][2]:.0f} steps"]
+            flags = ([] if mode == LEARNED else ["--setup-mode", mode]) + flags
+            lines.append("| " + " | ".join([*cells, f"`{' '.join(['python sac_hybrid.py', *flags])}`"]) + " |")
+    return "\n".join(lines)
 
 
 def draw(curves):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.6), layout="tight")
-    panels = {"eval/success_rate": "success, frozen policy without human"}
-    panels |= {"charts/intervention_rate": "intervention rate"}
-    for i, (key, title) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(1, 2, i)
-        for arm in ABLATION:
+    figure = Figure(figsize=(14, 3.6), layout="tight")
+    for i, (title, (key, arms)) in enumerate(PANELS.items(), 1):
+        axis = figure.add_subplot(1, len(PANELS), i)
+        for arm in arms:
             points = {}
             for name, _, step, metric, value in curves:
                 if name == arm and metric == key:
                     points.setdefault(step, []).append(value)
             steps = sorted(points)
-            if not steps or (key == "charts/intervention_rate" and arm != ABLATION[0]):
-                continue  # nobody intervenes in the others
+            if not steps:
+                continue
             means = np.array([np.mean(points[step]) for step in steps])
             low, high = ([f(points[step]) for step in steps] for f in (min, max))
             axis.plot(steps, means, label=arm)

@@ -103,10 +103,23 @@ def test_default_task_table_is_the_raw_data():
         assert f"| {row['seed']} | {start:.3f} | {end:.3f} | {seconds:.0f} s |" in README
 
 
-def test_replay_table_is_the_raw_data():
-    spec = importlib.util.spec_from_file_location("replay_study", ROOT / "benchmark" / "replay_study.py")
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    curves = study.read(ROOT / "benchmark" / "replay_study.csv")
-    lines = study.table("rare", curves, 0.5).splitlines()
+def load(name):
+    """A script of benchmark/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmark" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("task", ["rare", "default", "long"])
+def test_replay_tables_are_the_raw_data(task):
+    study = load("replay_study")
+    lines = study.table(task, study.read(ROOT / "benchmark" / "replay_study.csv")).splitlines()
     assert lines and all(line in README for line in lines)
+
+
+def test_sac_tables_are_the_raw_data():
+    study = load("sac_results")
+    results = [row for rows in study.read("sac_results").values() for row in rows]
+    lines = study.table(results).splitlines()
+    assert len(lines) == len(study.ARMS) and all(line in README for line in lines)
