@@ -3,6 +3,7 @@
 Equal terms: state observations (17 numbers, 6 actions), 256x256 networks without LayerNorm, 2 critics, batch 256, one
 thread, automatic temperature, a buffer of 10000 transitions, every update full: critic, actor, temperature, targets.
 Sampling the batch counts on both sides. The `cta 2` rows are ours as we use it: every second update is critic-only.
+CPU seconds of the process: other load must not count.
 
     pip install stable-baselines3
     python benchmark/sac_speed.py            # writes benchmark/sac_speed.csv
@@ -20,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sac_hybrid import FrameBuffer, SACHybridAgent, keep_memory, sample_batch
 
-OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 200, 7
+OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 100, 7
 
 
 class Blank(gym.Env):
@@ -64,10 +65,10 @@ def main():
     rows = []
     for i in range(ROUNDS + 1):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = time.process_time()
             run()
             if i:  # the first round warms up
-                rows.append((i, name, round(UPDATES / (time.perf_counter() - start), 2)))
+                rows.append((i, name, round(UPDATES / (time.process_time() - start), 2)))
     with open(Path(__file__).with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file).writerows([("round", "script", "updates_per_second"), *rows])
     medians = {name: float(np.median([row[2] for row in rows if row[1] == name])) for name in runs}
