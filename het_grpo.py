@@ -129,6 +129,8 @@ class Args:
     # optimization
     num_iterations: int = 250
     """rollout + update rounds"""
+    num_rollouts: int | None = None
+    """end after this many rollouts instead, those that fill the pool included: replay needs fewer per iteration"""
     learning_rate: float = 1e-3
     """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
     update_epochs: int = 1
@@ -165,6 +167,8 @@ class Args:
     """weight of the k3 KL to the start policy in the loss (0: no reference model at all)"""
 
     # experience: text before the question
+    enable: bool = True
+    """hybrid experience training as a whole; --no-enable is --method baseline"""
     method: Literal["baseline", "ec", "ei", "het"] = "het"
     """fills the next five where they are left out: no experience, always kept, always stripped, mixed by task"""
     val_rollout_expmode: Literal["mixed", "all", "woexp"] | None = None
@@ -211,7 +215,7 @@ class Args:
     """share of an iteration's tasks taken from the replay pool"""
     exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"
     """which trajectories of a task, by mean token entropy; decides what a full memory drops, too"""
-    experience_lbound: int = 0
+    experience_lbound: int = -1
     """tasks with more successes than this may be replayed (-1: also those that only succeeded in older rollouts)"""
     experience_rbound: int | None = None
     """and with at most this many (None: n - 1)"""
@@ -219,18 +223,22 @@ class Args:
     """replayed per replay task, below n"""
     max_trajectories_per_task: int = 8
     """memory of a task"""
-    replay_start: Literal["success", "progress"] = "success"
+    replay_start: Literal["success", "progress"] = "progress"
     """replay begins, for good, when the success rate of a batch, or the share of the run, passes replay_start_ratio"""
-    replay_start_ratio: float = 0.35
+    replay_start_ratio: float = 0.0
     """see replay_start"""
-    bucket_weights: Literal["normal", "uniform"] = "normal"
+    bucket_weights: Literal["normal", "uniform"] = "uniform"
     """tasks of which success count: exp(-(s - n/2)^2 / 2), or any alike"""
     use_current_policy_entropy: bool = True
     """choose by the entropy under the current policy instead of the stored one"""
-    replay_loss: Literal["shape", "clip"] = "shape"
+    replay_loss: Literal["shape", "clip"] = "clip"
     """surrogate of replayed tokens"""
     shaping_beta: float = 0.1
     """shape: w/(w+this)"""
+    replay_old_logp: Literal["recorded", "current"] = "current"
+    """old log-prob of a replayed token: recorded when it was sampled, or today's (ratio starts at 1)"""
+    retire_solved: bool = False
+    """a task whose fresh rollouts all succeed is not drawn again while others are left, and loses its trajectories"""
     max_staleness: int | None = None
     """iterations after which a trajectory may not be replayed (None: never)"""
     debug_replay: bool = False
@@ -278,11 +286,15 @@ class Args:
         modes |= dict(off_old_logp=("stripped", "behavior"), off_policy_neg=("keep", "mask"))
         modes |= dict(off_policy_loss=("clip", "shape", "tis"), exp_select_mode=("argmin", "argmax", "random"))
         modes |= dict(replay_start=("success", "progress"), bucket_weights=("normal", "uniform"))
-        modes |= dict(replay_loss=("shape", "clip"))
+        modes |= dict(replay_loss=("shape", "clip"), replay_old_logp=("recorded", "current"))
         for name, allowed in modes.items():  # tyro checks the command line; this is for callers of main()
             unset = getattr(self, name) is None and name.endswith("expmode")
             check(unset or getattr(self, name) in allowed, self, name, "one of " + ", ".join(allowed))
 
+        if not self.enable:
+            self.method = "baseline"
+            for name in ("val_rollout_expmode", "train_rollout_expmode"):
+                check(getattr(self, name) in (None, "woexp"), self, name, "woexp or left out with --no-enable")
         # A preset fills what was left out; a share follows from the modes where they leave no choice.
         rollout = "woexp" if self.method == "baseline" else "mixed"
         self.val_rollout_expmode = self.val_rollout_expmode or rollout
@@ -311,15 +323,17 @@ class Args:
         check(fits or not self.use_experience_replay, self, "experience_rbound", allowed)
         fits = self.offpolicy_trajectories_per_task < self.group_size or not self.use_experience_replay
         check(fits, self, "offpolicy_trajectories_per_task", f"below --group-size {self.group_size}")
-        fits = self.max_staleness is None or self.max_staleness > 0
-        check(fits, self, "max_staleness", "a positive number, or left out")
+        for name in ("num_rollouts", "max_staleness"):
+            check(getattr(self, name) is None or getattr(self, name) > 0, self, name, "a positive number, or left out")
         check(1 < self.clip_c < math.inf, self, "clip_c", "a number above 1")
         check(self.clip_low < 1, self, "clip_low", "below 1")
         check(self.num_families <= len(NAMES), self, "num_families", f"at most {len(NAMES)}")
         check(self.num_rooms < 100, self, "num_rooms", "below 100")
         check(self.hidden_size % 16 == 0, self, "hidden_size", "a multiple of 16")
-        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations=}")
         self.batch_size = self.num_tasks * self.group_size
+        if self.num_rollouts is not None:
+            self.num_iterations = math.ceil(self.num_rollouts / self.batch_size)  # without replay; for schedules
+        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations=}")
         check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", f"a divisor of {self.batch_size=}")
         self.minibatch_size = self.batch_size // self.num_minibatches
         divides = self.minibatch_size % self.gradient_accumulation_steps == 0
@@ -821,7 +835,9 @@ class ExperienceManager:
         """Every task of the fresh rollouts goes to the bucket of its number of successes, and leaves its old one."""
         fresh = [t for t in trajectories if not t.is_experience_replay]
         for task_id in dict.fromkeys(t.task_id for t in fresh):
-            count = sum(t.success for t in fresh if t.task_id == task_id)
+            results = [t.success for t in fresh if t.task_id == task_id]
+            # Replay leaves a group n - k fresh ones: all solved is solved, not n - k of n.
+            count = self.args.group_size if all(results) else sum(results)
             self.leave_bucket(task_id)
             self.difficulty2task_dict.setdefault(count, []).append(task_id)
 
@@ -836,7 +852,7 @@ class ExperienceManager:
         for task_id in dict.fromkeys(t.task_id for t in fresh):
             if task_id in failed:
                 self.skip_uid_set.discard(task_id)
-            else:
+            elif self.args.retire_solved:
                 self.skip_uid_set.add(task_id)
                 self.leave_bucket(task_id)
                 self.memory.pop(task_id, None)
@@ -1672,11 +1688,14 @@ def main(args: Args) -> dict[str, float]:
     config = {"args": asdict(args), "argv": sys.argv, "versions": versions, "world_size": world_size}
     writer.write("training_config.json", json.dumps(config, indent=2) + "\n")
 
-    while iteration < args.num_iterations:
+    last = iteration == args.num_iterations if args.num_rollouts is None else global_step >= args.num_rollouts
+    while not last:
         iteration += 1
         iteration_start = time.time()
+        # Schedules go by iterations, or by rollouts, counted in iterations without replay.
+        place = iteration if args.num_rollouts is None else 1 + global_step / args.batch_size
         schedule = (args.num_iterations, args.learning_rate, args.lr_scheduler_type, args.warmup_steps)
-        lr = learning_rate_at(iteration, *schedule, plateau_scale)
+        lr = learning_rate_at(place, *schedule, plateau_scale)
         optimizer.param_groups[0]["lr"] = lr
         # A pure function of seed and iteration: nothing to save, and what is off draws nothing.
         replay_rng, exp_rng = (np.random.default_rng([args.seed, purpose, iteration]) for purpose in (4, 5))
@@ -1686,7 +1705,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 2 mix with tasks of the replay pool
         if args.use_experience_replay and args.replay_start == "progress":
-            manager.started |= iteration / args.num_iterations >= args.replay_start_ratio
+            manager.started |= place / args.num_iterations >= args.replay_start_ratio
         experience_tasks, on_policy_tasks = [], drawn
         if args.use_experience_replay and manager.started:
             experience_tasks, on_policy_tasks = mix(drawn, iteration, replay_rng)
@@ -1767,7 +1786,9 @@ def main(args: Args) -> dict[str, float]:
                     fail(f"--debug-replay: a stored trajectory comes back with a ratio off by {error:.2g}", code=1)
 
         # 10 then recorded log-probs for what is replayed; two masks, see samples_to_dataproto
-        logprobs = _replace_recorded_old_log_probs(data, old_log_probs)
+        logprobs = old_log_probs
+        if args.replay_old_logp == "recorded":
+            logprobs = _replace_recorded_old_log_probs(data, old_log_probs)
         if args.off_old_logp == "behavior":
             logprobs = torch.where(stripped.bool(), behavior_logprobs, logprobs)
 
@@ -1925,7 +1946,7 @@ def main(args: Args) -> dict[str, float]:
             for t in fresh:
                 if t.success:
                     pool.add(dict(task_id=t.task_id, topic=topics[t.task_id], text=t.summary, step=iteration))
-        last = iteration == args.num_iterations
+        last = iteration == args.num_iterations if args.num_rollouts is None else global_step >= args.num_rollouts
         if last or (args.eval_every and iteration % args.eval_every == 0):
             scores, seen = validate(policy, world, pool, dialogue, pad_id, args, iteration, rank, world_size)
             metrics |= scores
@@ -1964,7 +1985,7 @@ def main(args: Args) -> dict[str, float]:
             print(f"stopped after iteration {iteration} and saved; --resume auto --run-dir {run_dir} goes on")
             break
     stop.restore()
-    if iteration < args.num_iterations and stop.received is not None:
+    if not last and stop.received is not None:
         return metrics
 
     save_model(policy, tokenizer, run_dir / "final_model", rank)

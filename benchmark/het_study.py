@@ -5,8 +5,9 @@
     python benchmark/het_study.py --only methods      # one question
     python benchmark/het_study.py --plot              # table and picture from the CSV
 
-Every run is `het_grpo.py` with the flags of its arm. Rollouts that fill the pool before training count: an arm without
-a pool trains that many iterations longer. Success is that of the frozen policy, greedy, on 504 held-out rooms.
+Every run is `het_grpo.py` with the flags of its arm and the same --num-rollouts: those that fill the pool count, and an
+arm that replays trains for more iterations. Success is that of the frozen policy, greedy, on 504 held-out rooms. The
+warm start is a function of the seed and the environment, so it is made once and shared by the arms of a seed.
 """
 
 import argparse
@@ -18,59 +19,63 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 COLUMNS = ["study", "arm", "learning_rate", "seed", "global_step", "seconds", "unguided", "guided"]
 COLUMNS += ["off_p99", "all_fail", "rescued"]
 SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
 RATES = (4e-4, 1e-3, 2e-3)
-COMMON = dict(device="cpu", save_every=0, eval_every=50)
+COMMON = dict(device="cpu", save_every=0, eval_every=40, num_rollouts=10_240)
 PLAIN = dict(method="baseline", val_rollout_expmode="woexp")
 REPLAY = dict(use_experience_replay=True)
-RESCUE = REPLAY | dict(experience_lbound=-1, bucket_weights="uniform")
+PUBLISHED = REPLAY | dict(replay_old_logp="recorded", replay_loss="shape", retire_solved=True, bucket_weights="normal")
+PUBLISHED |= dict(experience_lbound=0, replay_start="success", replay_start_ratio=0.35)
+PARTS = dict(env="lock-parts", num_families=16)
 STUDIES = {
     "methods": {
         "baseline": PLAIN,
+        "HET": dict(method="het"),
         "EC": dict(method="ec"),
         "EI": dict(method="ei"),
-        "EI, negatives masked": dict(method="ei", off_policy_neg="mask"),
-        "HET": dict(method="het"),
-        "HET, negatives masked": dict(method="het", off_policy_neg="mask"),
+    },
+    "replay": {
+        "baseline + replay": PLAIN | REPLAY,
+        "baseline + replay, published": PLAIN | PUBLISHED,
+        "baseline + replay, recorded log-probs": PLAIN | REPLAY | dict(replay_old_logp="recorded"),
+        "baseline + replay, shape": PLAIN | REPLAY | dict(replay_loss="shape"),
+        "baseline + replay, solved tasks retire": PLAIN | REPLAY | dict(retire_solved=True),
+        "baseline + replay, argmax": PLAIN | REPLAY | dict(exp_select_mode="argmax"),
+        "baseline + replay, random": PLAIN | REPLAY | dict(exp_select_mode="random"),
+        "HET + replay": REPLAY,
     },
     "clip": {
         "HET, off clip .28": dict(off_cliprange_high=0.28),
-        "HET, off clip .6": dict(off_cliprange_high=0.6),
         "HET, off clip 1.0": dict(off_cliprange_high=1.0),
         "HET, behavior": dict(off_old_logp="behavior"),
-        "HET, shape": dict(off_policy_loss="shape"),
-        "HET, tis": dict(off_policy_loss="tis"),
-    },
-    "replay": {
-        "baseline + replay, clip": PLAIN | REPLAY | dict(replay_loss="clip"),
-        "baseline + replay, shape": PLAIN | REPLAY,
-        "baseline + replay, argmax": PLAIN | REPLAY | dict(exp_select_mode="argmax"),
-        "baseline + replay, random": PLAIN | REPLAY | dict(exp_select_mode="random"),
-        "baseline + replay, 0/n eligible, uniform": PLAIN | RESCUE,
-        "baseline + replay, 0/n eligible, clip": PLAIN | RESCUE | dict(replay_loss="clip"),
-        "HET + replay, shape": REPLAY,
-        "HET + replay, 0/n eligible, uniform": RESCUE,
     },
     "parts": {
-        "baseline": PLAIN | dict(env="lock-parts", num_families=16),
-        "HET": dict(env="lock-parts", num_families=16),
-        "HET + replay": REPLAY | dict(env="lock-parts", num_families=16),
+        "baseline": PLAIN | PARTS,
+        "baseline + replay": PLAIN | REPLAY | PARTS,
+        "HET": PARTS,
     },
 }
+TUNED = [("methods", arm) for arm in STUDIES["methods"]] + [("replay", "baseline + replay")]
 
 
-def options_of(study, arm):
-    """Flags of an arm, with the iterations that spend the rollouts of the others on its own training."""
-    import het_grpo
+def warm_started(real):
+    """practise() with a memory on disk."""
+    import torch
 
-    flags = COMMON | STUDIES[study][arm]
-    default = het_grpo.Args()
-    extra = default.init_exp_tasks // default.num_tasks if flags.get("method") == "baseline" else 0
-    return flags | dict(num_iterations=default.num_iterations + extra)
+    def practise(policy, world, dialogue, pad_id, args):
+        path = Path(tempfile.gettempdir()) / f"het_warm_{args.env}_{args.num_families}_{args.seed}.pt"
+        if not path.exists():
+            real(policy, world, dialogue, pad_id, args)
+            torch.save(policy.state_dict(), path)
+        policy.load_state_dict(torch.load(path, weights_only=True))
+
+    return practise
 
 
 def run(job):
@@ -80,9 +85,11 @@ def run(job):
     torch.set_num_threads(1)
     import het_grpo
 
+    het_grpo.practise = warm_started(het_grpo.practise)
+    het_grpo.plot_curves = het_grpo.save_model = lambda *args: None
     study, arm, rate, seed = job
     with tempfile.TemporaryDirectory() as folder:
-        options = options_of(study, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
+        options = COMMON | STUDIES[study][arm] | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
         sys.stdout = open("/dev/null", "w")
         het_grpo.main(het_grpo.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
@@ -122,9 +129,19 @@ def best_rates(tuning):
     return {key: max(rates, key=lambda r: statistics.mean(rates[r])) for key, rates in found.items()}
 
 
+def rate_of(study, arm, rates):
+    """Of the arm itself or of the tuned one that it is a variant of."""
+    parent = arm.split(",")[0]
+    if parent.endswith("+ replay"):
+        key = ("replay", "baseline + replay") if parent.startswith("baseline") else ("methods", "HET")
+    else:
+        key = "methods", parent
+    return rates[key]
+
+
 def table(study, curves):
     """Markdown: arm, rate, unguided and guided success at the end, mean over the run, worst ratio, groups rescued."""
-    lines = ["| arm | lr | unguided | by seed | guided | over the run | off p99 | all-fail groups | rescued |"]
+    lines = ["| arm | lr | unguided | by seed | guided | over the run | off p99 | all-fail groups | of them rescued |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for arm in STUDIES[study]:
         rates = sorted({key[2] for key in curves if key[:2] == (study, arm)})
@@ -136,9 +153,12 @@ def table(study, curves):
             guided = [values[-1] for curve in mine if (values := numbers(curve, "guided"))]
             cells.append(f"{statistics.mean(guided):.2f}" if guided else "–")
             cells.append(f"{statistics.mean(x for curve in mine for x in numbers(curve, 'unguided')[1:]):.2f}")
-            for column in ("off_p99", "all_fail", "rescued"):
-                values = [x for curve in mine for x in numbers(curve, column)]
-                cells.append(f"{statistics.mean(values):.3g}" if values else "–")
+            p99, failed, rescued = (
+                [x for curve in mine for x in numbers(curve, column)] for column in ("off_p99", "all_fail", "rescued")
+            )
+            cells.append(f"{statistics.mean(p99):.3g}" if p99 else "–")
+            cells.append(f"{statistics.mean(failed):.2f}")
+            cells.append(f"{sum(rescued) / sum(failed):.2f}" if sum(rescued) else "–")
             lines.append(f"| {arm} | {rate:g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -154,9 +174,9 @@ def plot(curves, path):
         for arm in STUDIES[study]:
             mine = [curve for key, curve in curves.items() if key[:2] == (study, arm) and numbers(curve, column)]
             if mine:
-                x = [statistics.mean(v) for v in zip(*[numbers(c, "global_step") for c in mine], strict=True)]
-                y = [statistics.mean(v) for v in zip(*[numbers(c, column) for c in mine], strict=True)]
-                axis.plot(x, y, label=arm)
+                x = np.linspace(max(numbers(c, "global_step")[0] for c in mine), COMMON["num_rollouts"], 60)
+                y = [np.interp(x, numbers(c, "global_step"), numbers(c, column)) for c in mine]
+                axis.plot(x, np.mean(y, 0), label=arm)
         axis.set_title(f"{study}: {column} validation success", fontsize=9)
         axis.set_ylim(-0.02, 1.02)
         axis.grid(alpha=0.3)
@@ -183,11 +203,10 @@ if __name__ == "__main__":
     for study in [options.only] if options.only else STUDIES:
         for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
             for arm in [arm for arm in STUDIES[study] if not options.arms or arm in options.arms]:
-                like = (
-                    "baseline" if arm.startswith("baseline") else "HET"
-                )  # an arm that was not tuned takes its parent's
-                known = rates.get((study, arm), rates.get(("methods", like), 1e-3))
-                own = options.rates if options.tune else [known]
+                if not options.tune:
+                    own = [rate_of(study, arm, rates)]
+                else:
+                    own = options.rates if (study, arm) in TUNED else []
                 jobs += [(study, arm, rate, seed) for rate in own if (study, arm, rate, seed) not in done]
     if not options.plot:
         new = not path.exists()

@@ -28,6 +28,6 @@ def test_plain_grpo_learns(tmp_path):
 
 @pytest.mark.slow
 def test_replay_rescues_groups(tmp_path):
-    options = dict(method="baseline", use_experience_replay=True, replay_start_ratio=0.1, experience_lbound=-1)
-    metrics = final(tmp_path, 101, bucket_weights="uniform", debug_replay=True, **options)
+    options = dict(method="baseline", use_experience_replay=True)
+    metrics = final(tmp_path, 101, debug_replay=True, **options)
     assert metrics["replay/trajectories"] > 20 and metrics["charts/success_rate"] > 0.2

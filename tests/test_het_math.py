@@ -203,6 +203,7 @@ def test_presets():
     assert resolved(method="ec") == ("mixed", "mixed", "keep", 0.5, 1.0)
     assert resolved(method="ei") == ("mixed", "mixed", "discard", 0.5, 0.0)
     assert resolved() == resolved(method="het") == ("mixed", "mixed", "hybrid", 0.5, 0.5)
+    assert resolved(enable=False) == resolved(method="ec", enable=False) == resolved(method="baseline")
     # an explicit flag wins, and what follows from it follows
     assert resolved(method="het", train_sample_expmode="keep") == ("mixed", "mixed", "keep", 0.5, 1.0)
     assert resolved(method="ei", rollout_expratio=0.25)[3] == 0.25
@@ -231,10 +232,13 @@ def test_presets():
             dict(use_experience_replay=True, group_size=4, offpolicy_trajectories_per_task=4),
             ["--offpolicy-trajectories-per-task 4", "--group-size 4"],
         ),
-        (dict(use_experience_replay=True, experience_rbound=0), ["--experience-rbound 0"]),
+        (dict(use_experience_replay=True, experience_lbound=0, experience_rbound=0), ["--experience-rbound 0"]),
         (dict(use_experience_replay=True, experience_rbound=9), ["--experience-rbound 9"]),
         (dict(experience_lbound=-2), ["--experience-lbound -2"]),
         (dict(max_staleness=0), ["--max-staleness 0"]),
+        (dict(num_rollouts=0), ["--num-rollouts 0"]),
+        (dict(replay_old_logp="old"), ["--replay-old-logp old", "recorded, current"]),
+        (dict(enable=False, train_rollout_expmode="mixed"), ["--train-rollout-expmode mixed", "--no-enable"]),
         (dict(clip_c=1.0), ["--clip-c 1.0"]),
         (dict(num_families=25), ["--num-families 25", "24"]),
         (dict(num_tasks=3, num_minibatches=5), ["--num-minibatches 5", "24"]),

@@ -25,7 +25,8 @@ def group(task_id, successes, n=8, **fields):
 
 
 def manager_of(**options):
-    return het.ExperienceManager(het.Args(use_experience_replay=True, **options))
+    strict = dict(experience_lbound=0, retire_solved=True, bucket_weights="normal", exp_select_mode="argmin")
+    return het.ExperienceManager(het.Args(use_experience_replay=True, **strict | options))
 
 
 def rng(seed=0):
@@ -45,6 +46,8 @@ def test_replayed_trajectories_are_not_counted():
     manager = manager_of()
     manager.update_difficulty2task_dict(group("a", 2, n=7) + [make("a", 7, replay=True)])
     assert manager.difficulty2task_dict == {2: ["a"]}
+    manager.update_difficulty2task_dict(group("a", 7, n=7) + [make("a", 7, replay=True)])
+    assert manager.difficulty2task_dict == {8: ["a"]}, "all that were played: solved"
 
 
 # --- update_skip_uid_set_and_filter_trajectories ---
@@ -63,6 +66,18 @@ def test_solved_tasks_retire_and_come_back():
     manager.update_difficulty2task_dict(again)
     storable = manager.update_skip_uid_set_and_filter_trajectories(again)
     assert manager.skip_uid_set == set() and manager.difficulty2task_dict == {6: ["a"]} and len(storable) == 6
+
+
+def test_solved_tasks_may_stay():
+    manager = manager_of(retire_solved=False)
+    solved = group("a", 8)
+    manager.update_difficulty2task_dict(solved)
+    storable = manager.update_skip_uid_set_and_filter_trajectories(solved)
+    manager.save_trajectories_to_memory(storable)
+    assert len(storable) == 8 and manager.skip_uid_set == set() and manager.difficulty2task_dict == {8: ["a"]}
+    assert manager.sample_tasks_from_replaypool(9, 2, rng()) == [], "known: nothing to gain"
+    manager.update_difficulty2task_dict(group("a", 5, version=2))
+    assert manager.sample_tasks_from_replaypool(9, 3, rng()) == ["a"], "forgotten: what it knew is still there"
 
 
 def test_solved_is_a_matter_of_fresh_rollouts():

@@ -23,6 +23,7 @@ fork = multiprocessing.get_context("fork")  # children start with torch imported
 TINY = dict(hidden_size=16, num_layers=1, warm_start_steps=2, num_tasks=4, group_size=4, num_iterations=3, device="cpu")
 TINY |= dict(num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6, learning_rate=3e-3)
 REPLAY = dict(use_experience_replay=True, replay_start="progress", replay_start_ratio=0.0)
+REPLAY |= dict(replay_loss="shape", replay_old_logp="recorded", experience_lbound=0, bucket_weights="normal")
 
 
 @pytest.fixture(autouse=True)
@@ -255,7 +256,7 @@ def test_replay_at_unchanged_weights_has_ratio_one(reverse, tmp_path, monkeypatc
         monkeypatch.setattr(het, "samples_to_dataproto", lambda rows, *a, **k: real(rows[::-1], *a, **k))
     replaced = record(monkeypatch, "_replace_recorded_old_log_probs")
     freeze(monkeypatch)
-    run(tmp_path / "run", num_iterations=4, experience_lbound=-1, **REPLAY)
+    run(tmp_path / "run", num_iterations=4, **REPLAY | dict(experience_lbound=-1))
     tokens = 0
     for (data, old), _, logprobs in replaced:
         replay = data["replay_mask"].bool()
@@ -324,19 +325,60 @@ def test_latch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(het, "collect", collect)
     sizes = dict(num_tasks=20, group_size=5, num_rooms=20, num_iterations=4, num_minibatches=1, experience_lbound=-1)
-    run(tmp_path / "run", **sizes, method="baseline", use_experience_replay=True, replay_start_ratio=0.35)
+    start = dict(use_experience_replay=True, replay_start="success", replay_start_ratio=0.35)
+    run(tmp_path / "run", **sizes, method="baseline", **start)
     used = [row["replay/experience_tasks"] for row in metrics_without_times(tmp_path / "run")[1:]]
     assert used[:2] == [0, 0] and used[2] > 0 and used[3] > 0
 
 
 def test_rescued_groups(tmp_path):
-    run(
-        tmp_path / "run", num_iterations=8, group_size=2, num_tasks=8, experience_lbound=-1, method="baseline", **REPLAY
-    )
+    options = REPLAY | dict(num_iterations=8, group_size=2, num_tasks=8, experience_lbound=-1)
+    run(tmp_path / "run", method="baseline", **options)
     rows = metrics_without_times(tmp_path / "run")[1:]
     assert sum(row["groups/rescued"] for row in rows) > 0
     assert all(row["groups/rescued"] <= row["groups/all_fail"] for row in rows)
     assert all(0 < row["replay/age_mean"] <= row["replay/age_max"] for row in rows if "replay/age_mean" in row)
+
+
+def test_todays_log_probs_start_at_ratio_one(tmp_path, monkeypatch):
+    """recorded: the ratio of a replayed token tells how far the policy has gone; current: it starts at 1."""
+    for old, near in (("current", True), ("recorded", False)):
+        options = REPLAY | dict(replay_old_logp=old, replay_loss="clip", num_minibatches=1, learning_rate=1e-2)
+        run(tmp_path / old, method="baseline", num_iterations=6, **options)
+        rows = [row for row in metrics_without_times(tmp_path / old) if "ratio/off_max" in row]
+        assert len(rows) > 2 and (max(abs(row["ratio/off_max"] - 1) for row in rows) < 1e-5) == near
+
+
+@pytest.mark.parametrize("retire", [True, False])
+def test_retirement(retire, tmp_path, monkeypatch):
+    """Everything is solved: tasks retire with their trajectories, or stay, in the bucket of n."""
+    monkeypatch.setattr(het.LockEnv, "step", lambda self, action: ("open", 1.0, True))
+    run(tmp_path / "run", **REPLAY | dict(retire_solved=retire, method="baseline", experience_rbound=4))
+    rows = metrics_without_times(tmp_path / "run")[1:]
+    replayed = [row["replay/experience_tasks"] for row in rows]
+    assert replayed == ([0, 0, 0] if retire else [0, 2, 2])
+    assert [row["replay/skip_set"] for row in rows] == ([4, 8, 12] if retire else [0, 0, 0])
+    assert [row["replay/trajectories"] > 0 for row in rows] == [not retire] * 3
+    for row in rows:  # 3 of 3 beside a replayed one is solved, too
+        assert sum(row[f"replay/bucket_{s}"] for s in range(4)) == 0 and (row["replay/bucket_4"] > 0) != retire
+
+
+def test_a_run_can_be_as_long_as_its_rollouts(tmp_path):
+    """Without replay 64 rollouts are 4 iterations of 16; with it more, and the rate falls with the rollouts."""
+    whole = dict(method="baseline", eval_every=0, learning_rate=1e-2)
+    run(tmp_path / "iterations", num_iterations=4, **whole)
+    run(tmp_path / "rollouts", num_rollouts=64, **whole)
+    assert_same_run(tmp_path / "iterations", tmp_path / "rollouts")
+    run(tmp_path / "replay", num_rollouts=64, **whole, **REPLAY)
+    rows = metrics_without_times(tmp_path / "replay")
+    steps = [row["global_step"] for row in rows]
+    assert steps[0] == 0 and len(steps) > 5 and steps[-2] < 64 <= steps[-1] < 80
+    rates = [1e-2 * (1 - step / 64) for step in steps[:-1]]
+    assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx(rates)
+    assert "eval/success_rate" in rows[-1] and (tmp_path / "replay" / "final_model").exists()
+    run(tmp_path / "pool", num_rollouts=64, eval_every=0)
+    rows = metrics_without_times(tmp_path / "pool")
+    assert [row["global_step"] for row in rows] == [32, 48, 64], "what fills the pool counts"
 
 
 def test_debug_flag(tmp_path, monkeypatch, capsys):
@@ -520,9 +562,9 @@ def die_at_save(nth, after):
 
 def test_killed_runs_end_like_one_never_stopped(tmp_path):
     """Pool with its file, replay, buckets, skip set, latch, queue, generators, reference: a loss of any would show."""
-    run(tmp_path / "whole", **LONG, experience_pool=str(tmp_path / "pool1"))
+    run(tmp_path / "whole", **LONG, experience_pool=str(tmp_path / "pool1"), num_rollouts=112)
     killed, deaths, rng = tmp_path / "killed", 0, random.Random(0)
-    options = dict(resume="auto", experience_pool=str(tmp_path / "pool2"))
+    options = dict(resume="auto", experience_pool=str(tmp_path / "pool2"), num_rollouts=112)
     for nth, after in ((1, False), (1, True), (2, True), (3, False)):  # checkpoint, pool file, checkpoint ...
         process = child(killed, lambda n=nth, a=after: die_at_save(n, a), **options)
         process.join(60)

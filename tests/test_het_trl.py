@@ -65,8 +65,9 @@ def test_trl_makes_the_same_update(kl, tmp_path, monkeypatch):
     config = trl.GRPOConfig(
         output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
         per_device_train_batch_size=16, num_generations=4, num_iterations=2, max_steps=2, shuffle_dataset=False,
-        loss_type="bnpo", epsilon=0.2, epsilon_high=0.28, delta=3.0, beta=kl, use_bias_correction_kl=False, temperature=1.0, logging_steps=1,
-        adam_epsilon=1e-5, max_grad_norm=1.0, warmup_steps=0, gradient_checkpointing=False, **rate,
+        loss_type="bnpo", epsilon=0.2, epsilon_high=0.28, delta=3.0, beta=kl, use_bias_correction_kl=False,
+        temperature=1.0, logging_steps=1, adam_epsilon=1e-5, max_grad_norm=1.0, warmup_steps=0,
+        gradient_checkpointing=False, **rate,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         lm,
