@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args, get_origin, get_type_hints
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -281,15 +281,10 @@ class Args:
             check(0 <= getattr(self, name) < math.inf, self, name, "0 or a positive number")
         for name in "rollout_expratio train_sample_keepratio exp_ratio replay_start_ratio warm_start_follow".split():
             check(getattr(self, name) is None or 0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
-        modes = {name: ("mixed", "all", "woexp") for name in ("val_rollout_expmode", "train_rollout_expmode")}
-        modes |= dict(method=("baseline", "ec", "ei", "het"), train_sample_expmode=("keep", "discard", "hybrid"))
-        modes |= dict(off_old_logp=("stripped", "behavior"), off_policy_neg=("keep", "mask"))
-        modes |= dict(off_policy_loss=("clip", "shape", "tis"), exp_select_mode=("argmin", "argmax", "random"))
-        modes |= dict(replay_start=("success", "progress"), bucket_weights=("normal", "uniform"))
-        modes |= dict(replay_loss=("shape", "clip"), replay_old_logp=("recorded", "current"))
-        for name, allowed in modes.items():  # tyro checks the command line; this is for callers of main()
-            unset = getattr(self, name) is None and name.endswith("expmode")
-            check(unset or getattr(self, name) in allowed, self, name, "one of " + ", ".join(allowed))
+        for name, hint in get_type_hints(Args).items():  # tyro checks the command line; this is for callers of main()
+            allowed = sum((get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), ())
+            unset = type(None) in get_args(hint) and getattr(self, name) is None
+            check(not allowed or unset or getattr(self, name) in allowed, self, name, f"one of {', '.join(allowed)}")
 
         if not self.enable:
             self.method = "baseline"
@@ -738,6 +733,11 @@ class ExperiencePool:
         self.records = [*self.records, record][-self.size :]
         return True
 
+    def add_successes(self, trajectories: list[Trajectory], topics: dict[str, str], step: int):
+        for t in trajectories:
+            if t.success:
+                self.add(dict(task_id=t.task_id, topic=topics[t.task_id], text=t.summary, step=step))
+
     def retrieve(self, topic: str, top_k: int, step: int) -> str:
         """The experiences that share most words with the topic, rare words first; "" if none shares any.
 
@@ -1090,6 +1090,10 @@ def learning_rate_at(iteration, num_iterations, learning_rate, kind, warmup_step
     progress = (iteration - 1 - warmup_steps) / (num_iterations - warmup_steps)
     shape = {"linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress)), "plateau": plateau_scale}
     return learning_rate * shape.get(kind, 1)
+
+
+def finished(args, iteration: int, global_step: int) -> bool:
+    return iteration >= args.num_iterations if args.num_rollouts is None else global_step >= args.num_rollouts
 
 
 # --- rollout ---
@@ -1675,9 +1679,7 @@ def main(args: Args) -> dict[str, float]:
             slots = [(world.train[order[i]], i, j) for i in range(len(order)) for j in range(args.group_size)]
             jobs = [Job(*slot, experience="") for slot in slots]
             uniforms = torch.rand(len(jobs), width, generator=torch.Generator().manual_seed(args.seed + 2))
-            for t in collect(policy, jobs, *where, "init", uniforms, rank, world_size):
-                if t.success:
-                    pool.add(dict(task_id=t.task_id, topic=topics[t.task_id], text=t.summary, step=-1))
+            pool.add_successes(collect(policy, jobs, *where, "init", uniforms, rank, world_size), topics, step=-1)
             global_step += len(jobs)
         metrics, _ = validate(policy, world, pool, dialogue, pad_id, args, 0, rank, world_size)
         metrics["exp/pool_size"] = len(pool.records)
@@ -1688,8 +1690,7 @@ def main(args: Args) -> dict[str, float]:
     config = {"args": asdict(args), "argv": sys.argv, "versions": versions, "world_size": world_size}
     writer.write("training_config.json", json.dumps(config, indent=2) + "\n")
 
-    last = iteration == args.num_iterations if args.num_rollouts is None else global_step >= args.num_rollouts
-    while not last:
+    while not (last := finished(args, iteration, global_step)):
         iteration += 1
         iteration_start = time.time()
         # Schedules go by iterations, or by rollouts, counted in iterations without replay.
@@ -1943,16 +1944,13 @@ def main(args: Args) -> dict[str, float]:
 
         # 13 pool, validation, checkpoint
         if args.updated_freq and iteration % args.updated_freq == 0:
-            for t in fresh:
-                if t.success:
-                    pool.add(dict(task_id=t.task_id, topic=topics[t.task_id], text=t.summary, step=iteration))
-        last = iteration == args.num_iterations if args.num_rollouts is None else global_step >= args.num_rollouts
+            pool.add_successes(fresh, topics, iteration)
+        last = finished(args, iteration, global_step)
         if last or (args.eval_every and iteration % args.eval_every == 0):
             scores, seen = validate(policy, world, pool, dialogue, pad_id, args, iteration, rank, world_size)
             metrics |= scores
-            for t in seen if args.val_summarizer_save else []:
-                if t.success:
-                    pool.add(dict(task_id=t.task_id, topic=topics[t.task_id], text=t.summary, step=iteration))
+            if args.val_summarizer_save:
+                pool.add_successes(seen, topics, iteration)
             improvement = metrics["eval/success_rate"] - best_score
             plateau_evals = 0 if improvement > 0.001 else plateau_evals + 1
             if plateau_evals >= args.plateau_patience:

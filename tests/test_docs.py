@@ -37,9 +37,9 @@ def test_commands_of_the_docstring_parse(name):
         tyro.cli(module.Args, args=shlex.split(flags))
 
 
-def documented_keys():
+def documented_keys(heading="## Metrics"):
     """First column of the README's metrics table, `a/{b,c}` written out."""
-    table = README[README.index("\n## Metrics") + 1 :].split("\n## ")[0]
+    table = re.split(r"\n##+ ", README[README.index(f"\n{heading}\n") + 1 :])[0]
     keys = set()
     for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
         for item in re.findall(r"`([^`]+)`", cell):
@@ -57,6 +57,20 @@ def test_logged_keys_are_documented_and_back(tmp_path):
         for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines():
             logged |= json.loads(line).keys()
     assert logged == documented_keys()
+
+
+def test_logged_keys_of_het_grpo_are_documented_and_back(tmp_path, monkeypatch):
+    """Its table is complete: keys that mean the same in all scripts are listed, too."""
+    import het_grpo
+
+    luck = lambda self, action: ("done", float(len(action) % 2 == 0), True)  # noqa: E731
+    monkeypatch.setattr(het_grpo.LockEnv, "step", luck)
+    sizes = dict(hidden_size=16, num_layers=1, warm_start_steps=2, num_tasks=4, group_size=8, init_exp_tasks=8)
+    sizes |= dict(num_iterations=4, eval_size=6, eval_every=2, device="cpu", kl_loss_coef=0.1)
+    het_grpo.main(het_grpo.Args(**sizes, use_experience_replay=True, run_dir=str(tmp_path / "run")))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = set().union(*(json.loads(line) for line in lines))
+    assert logged == documented_keys("### Metrics of het_grpo.py")
 
 
 @pytest.mark.parametrize("name", [name for name in PARENTS if name in LM_SCRIPTS])
