@@ -3,8 +3,8 @@
 An agent plays a text game over several turns and is helped by two kinds of experience, each of which can be off:
     text experience    - advice from a pool stands before the question in part of each group's rollouts; for training it
                          is kept, stripped or, task by task, mixed (AgentEvolver, arXiv:2511.10395): --method
-    trajectory replay  - successes on tasks the policy half-knows come back into their group with their recorded
-                         log-probs (ExGRPO, arXiv:2510.02245; LUFFY, arXiv:2504.14945): --use-experience-replay
+    trajectory replay  - recorded successes come back into the group of their task, so that a group which fails has
+                         something to learn (ExGRPO, arXiv:2510.02245; LUFFY, arXiv:2504.14945): --use-experience-replay
 Everything off is plain GRPO. The built-in game needs no download: a tiny Llama opens locks whose secrets it must find.
 Simplified on purpose: no vLLM, no LoRA; an experience is what a success did, no second model writes it.
 Shapes: B rollouts in groups of n, P prompt tokens (left-padded), R tokens of all turns (right-padded), V vocabulary.
@@ -236,7 +236,8 @@ class Args:
     shaping_beta: float = 0.1
     """shape: w/(w+this)"""
     replay_old_logp: Literal["recorded", "current"] = "current"
-    """old log-prob of a replayed token: recorded when it was sampled, or today's (ratio starts at 1)"""
+    """old log-prob of a replayed token: recorded when it was sampled (published), or today's, so that a ratio near 0
+    does not silence the success that the policy has moved away from"""
     retire_solved: bool = False
     """a task whose fresh rollouts all succeed is not drawn again while others are left, and loses its trajectories"""
     max_staleness: int | None = None

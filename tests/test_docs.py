@@ -137,3 +137,14 @@ def test_sac_tables_are_the_raw_data():
     results = [row for rows in study.read("sac_results").values() for row in rows]
     lines = study.table(results).splitlines()
     assert len(lines) == len(study.ARMS) and all(line in README for line in lines)
+
+
+def test_het_tables_are_the_raw_data():
+    study = load("het_study")
+    assert study.read(ROOT / "benchmark" / "het_tuning.csv")
+    curves = study.read(ROOT / "benchmark" / "het_study.csv")
+    for name in {key[0] for key in curves}:
+        missing = [line for line in study.table(name, curves).splitlines() if line not in README]
+        assert not missing, missing
+    ends = [float(curve[-1]["global_step"]) for key, curve in curves.items()]
+    assert max(ends) - min(ends) < 64, "equal rollouts, to within one iteration"
