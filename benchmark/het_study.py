@@ -136,7 +136,7 @@ def rate_of(study, arm, rates):
         key = ("replay", "baseline + replay") if parent.startswith("baseline") else ("methods", "HET")
     else:
         key = "methods", parent
-    return rates[key]
+    return rates.get(key, rates["methods", "HET"])  # not tuned yet
 
 
 def table(study, curves):
@@ -167,20 +167,23 @@ def plot(curves, path):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [(study, column) for study in STUDIES for column in ("unguided", "guided")]
-    figure = Figure(figsize=(11, 3.2 * len(STUDIES)), layout="tight")
-    for i, (study, column) in enumerate(panels, 1):
-        axis = figure.add_subplot(len(STUDIES), 2, i)
-        for arm in STUDIES[study]:
-            mine = [curve for key, curve in curves.items() if key[:2] == (study, arm) and numbers(curve, column)]
+    studies = [study for study in STUDIES if any(key[0] == study for key in curves)]
+    figure = Figure(figsize=(11, 3.2 * len(studies)), layout="tight")
+    for i, (study, column) in enumerate([(study, c) for study in studies for c in ("unguided", "guided")], 1):
+        axis = figure.add_subplot(len(studies), 2, i)
+        compared = [(study, arm) for arm in STUDIES[study]]
+        if study == "replay":
+            compared.insert(0, ("methods", "baseline"))  # replay off
+        for key in compared:
+            mine = [curve for k, curve in curves.items() if k[:2] == key and numbers(curve, column)]
             if mine:
                 x = np.linspace(max(numbers(c, "global_step")[0] for c in mine), COMMON["num_rollouts"], 60)
                 y = [np.interp(x, numbers(c, "global_step"), numbers(c, column)) for c in mine]
-                axis.plot(x, np.mean(y, 0), label=arm)
+                axis.plot(x, np.mean(y, 0), label=f"{key[1]} ({len(mine)} seeds)")
         axis.set_title(f"{study}: {column} validation success", fontsize=9)
         axis.set_ylim(-0.02, 1.02)
         axis.grid(alpha=0.3)
-        if column == "unguided":
+        if axis.lines:
             axis.legend(fontsize=6)
     path.parent.mkdir(exist_ok=True)
     FigureCanvasAgg(figure).print_png(path)
@@ -209,7 +212,7 @@ if __name__ == "__main__":
                     own = options.rates if (study, arm) in TUNED else []
                 jobs += [(study, arm, rate, seed) for rate in own if (study, arm, rate, seed) not in done]
     if not options.plot:
-        new = not path.exists()
+        new = not path.exists() or not path.stat().st_size
         with multiprocessing.get_context("spawn").Pool(options.workers) as pool, open(path, "a", newline="") as file:
             writer = csv.writer(file)
             if new:
