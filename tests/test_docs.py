@@ -73,6 +73,23 @@ def test_logged_keys_of_het_grpo_are_documented_and_back(tmp_path, monkeypatch):
     assert logged == documented_keys("### Metrics of het_grpo.py")
 
 
+SMALL = {
+    "sac_hybrid": dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
+    | dict(hidden_size=16, log_interval=15, intervention_steps=100, device="cpu", eval_every=30),
+    "wsrl_warmup": dict(env_id="Pendulum-v1", offline_steps=20, online_steps=250, batch_size=8, hidden_size=16)
+    | dict(eval_episodes=1, log_interval=5, buffer_size=100, device="cpu", data_size=200, early_stop_patience=5)
+    | dict(early_stop_every=5),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logged_keys_of_the_sac_scripts_are_documented_and_back(name, tmp_path):
+    module = importlib.import_module(name)
+    module.main(module.Args(**SMALL[name], run_dir=str(tmp_path / "run")))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert set().union(*(json.loads(line) for line in lines)) == documented_keys(f"### Metrics of {name}.py")
+
+
 @pytest.mark.parametrize("name", [name for name in PARENTS if name in LM_SCRIPTS])
 def test_markers_match_the_docstring(name):
     version = name.split("_")[1]
