@@ -31,7 +31,7 @@ TASKS = {
     "default": dict(eval_every=5, **COMMON),
     "long": dict(max_response_length=33, sft_steps=600, num_iterations=100, eval_every=5, **COMMON),
 }
-THRESHOLDS = {"rare": 0.5, "default": 0.9, "long": 0.9}
+THRESHOLDS = {"rare": 0.5, "default": 0.9, "long": 0.5}
 REPEATS = 8  # long: the sorted digits, this many times over
 GUIDE = dict(use_replay_buffer=True, use_priority_sampling=False, priority_alpha=0.6, priority_beta=0.4)
 GUIDE |= dict(priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4, min_replay_size=100)
@@ -177,7 +177,7 @@ def plot(curves, path):
         ("rare", 0, rare, "success is rare at the start (5-6 digits)"),
         ("rare", 1, rare, "the same, by time"),
         ("default", 0, list(ARMS["default"]), "default task"),
-        ("long", 1, list(ARMS["long"]), "generating dominates (answers of 33 tokens)"),
+        ("long", 1, list(ARMS["long"]), "longer answers (33 tokens)"),
     ]
     panels = [panel for panel in panels if any(key[0] == panel[0] for key in curves)]
     figure = Figure(figsize=(9, 3.6 * math.ceil(len(panels) / 2)), layout="tight")
@@ -224,7 +224,7 @@ if __name__ == "__main__":
         new = not path.exists()
         spawn = multiprocessing.get_context("spawn")  # one process a job: run() changes the module it imports
         with spawn.Pool(options.workers, maxtasksperchild=1) as pool, open(path, "a", newline="") as file:
-            writer = csv.writer(file)
+            writer = csv.writer(file, lineterminator="\n")
             if new:
                 writer.writerow(COLUMNS)
             for i, rows in enumerate(pool.imap_unordered(run, jobs), 1):

@@ -113,9 +113,11 @@ def draw(curves):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 3.6), layout="tight")
-    for i, (title, (key, arms)) in enumerate(PANELS.items(), 1):
-        axis = figure.add_subplot(1, len(PANELS), i)
+    there = {row[0] for row in curves}
+    panels = {title: panel for title, panel in PANELS.items() if panel[1][0] in there}
+    figure = Figure(figsize=(4.7 * len(panels), 3.6), layout="tight")
+    for i, (title, (key, arms)) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(1, len(panels), i)
         for arm in arms:
             points = {}
             for name, _, step, metric, value in curves:
