@@ -733,7 +733,7 @@ class QEnsemble(nn.Module):
             x = torch.baddbmm(self.biases[i], x, self.weights[i])
             if self.layer_norm:
                 x = F.layer_norm(x, x.shape[-1:]) * self.scales[i] + self.shifts[i]
-            x = x.relu()
+            x = x.relu_()
         return torch.baddbmm(self.biases[2], x, self.weights[2]).squeeze(-1)
 
 
@@ -979,7 +979,7 @@ def apply_gradients(loss, *trained) -> bool:
     # autograd.grad, not backward: nothing else collects a gradient, such as the critic in the actor's loss
     grads = iter(torch.autograd.grad(loss, sum(params, []), materialize_grads=True))
     flat = [torch.cat([next(grads).reshape(-1) for _ in own]) for own in params]
-    if not math.isfinite(sum(grad.square().sum() for grad in flat)):
+    if not math.isfinite(sum(grad.dot(grad) for grad in flat)):
         return False
     for (_, optimizer), grad in zip(trained, flat, strict=True):
         optimizer.param_groups[0]["params"][0].grad = grad
