@@ -218,7 +218,7 @@ def test_bad_checkpoints(tmp_path, capsys):
     fails(capsys, lambda: run(tmp_path / "run", resume="auto", hidden_size=32), "--hidden-size 32", "16")
     run(tmp_path / "run", resume="auto", num_iterations=4, learning_rate=1e-3)
     out = capsys.readouterr().out
-    assert "--learning-rate: 0.0003 before, 0.001 now" in out and "resumed" in out
+    assert "--learning-rate: 0.0001 before, 0.001 now" in out and "resumed" in out
 
 
 class Evil:
