@@ -668,7 +668,8 @@ class QEnsemble(nn.Module):
             if self.layer_norm:
                 x = F.layer_norm(x, x.shape[-1:]) * self.scales[i] + self.shifts[i]
             x = x.relu_()
-        return torch.baddbmm(self.biases[2], x, self.weights[2]).squeeze(-1)
+        # a product with one column is slow as a matrix product
+        return (x * self.weights[2].mT).sum(-1) + self.biases[2].squeeze(-1)
 
 
 class Dropout(nn.Module):

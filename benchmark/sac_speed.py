@@ -3,7 +3,7 @@
 Equal terms: state observations (17 numbers, 6 actions), 256x256 networks without LayerNorm, 2 critics, batch 256, one
 thread, automatic temperature, a buffer of 10000 transitions, every update full: critic, actor, temperature, targets.
 Sampling the batch counts on both sides. The `cta 2` rows are ours as we use it: every second update is critic-only.
-CPU seconds of the process: other load must not count.
+CPU seconds of the process: other load must not count. Ratios are medians over short rounds.
 
     pip install stable-baselines3
     python benchmark/sac_speed.py            # writes benchmark/sac_speed.csv
@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sac_hybrid import FrameBuffer, SACHybridAgent, keep_memory, sample_batch
 
-OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 100, 7
+OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 20, 41
 
 
 class Blank(gym.Env):
@@ -71,9 +71,11 @@ def main():
                 rows.append((i, name, round(UPDATES / (time.process_time() - start), 2)))
     with open(Path(__file__).with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file).writerows([("round", "script", "updates_per_second"), *rows])
-    medians = {name: float(np.median([row[2] for row in rows if row[1] == name])) for name in runs}
-    for name, rate in medians.items():
-        print(f"{name:20s} {rate:7.1f} updates/s   {rate / medians['stable-baselines3']:.2f}x")
+    rates = {name: [row[2] for row in rows if row[1] == name] for name in runs}
+    for name, own in rates.items():  # round by round: a machine that slows down for a second slows both
+        ratios = np.divide(own, rates["stable-baselines3"])
+        low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        print(f"{name:20s} {np.median(own):7.1f} updates/s   {median:.2f}x (quartiles {low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":
