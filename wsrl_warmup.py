@@ -5,7 +5,8 @@ The design this script started from also calls itself WSRL-style and does someth
 replay, part of the data kept, an offline share that decays. --preset takes either, RLPD (arXiv:2302.02948) or
 SAC from scratch; an option that is given wins over the preset. The SAC core is word for word that of sac_hybrid.py.
     offline: sample sources -> weighted SAC, CQL or Cal-QL   |   keep the best rows   |   online: act, mix, update
-Simplified on purpose: one environment, one process, vector observations.
+Simplified on purpose: one environment, vector observations. Under torchrun every process plays the same environment
+with the same random numbers and computes its share of each batch.
 Shapes: N rows, D observation dims, A action dims, E critics, M actions of the CQL term (K uniform, 2 K of the policy).
 
     python wsrl_warmup.py                                           # three data sources, warm-up, fine-tuning: minutes
@@ -14,8 +15,10 @@ Shapes: N rows, D observation dims, A action dims, E critics, M actions of the C
     python wsrl_warmup.py --offline-data demos=a.npz:2.0 --offline-data demos=b.pkl --offline-data other=c.npz
     python wsrl_warmup.py --stage offline --checkpoint-path warm.pth --filtered-data-path kept.npz
     python wsrl_warmup.py --stage online --checkpoint-path warm.pth --filtered-data-path kept.npz
+    torchrun --nproc-per-node 2 wsrl_warmup.py --preset rlpd
 """
 
+import atexit
 import contextlib
 import ctypes
 import io
@@ -37,6 +40,7 @@ from typing import Annotated, Literal, NoReturn
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 from torch import nn
 from torch.nn import functional as F
@@ -373,8 +377,9 @@ def make_sources(args: Args, env: ControlEnv, folder: Path) -> list[str]:
         print(f"no script for {args.env_id}: {args.data_steps} steps of SAC make the demos", flush=True)
         half = args.data_steps // 2
         with tempfile.TemporaryDirectory() as run, contextlib.redirect_stdout(io.StringIO()):
-            main(Args(env_id=args.env_id, preset="scratch", online_steps=args.data_steps, save_every=half, run_dir=run,
-                      device=args.device, num_threads=args.num_threads, seed=args.seed, eval_every=0))  # fmt: skip
+            same = dict(env_id=args.env_id, device=args.device, num_threads=args.num_threads, seed=args.seed)
+            length = dict(online_steps=args.data_steps, save_every=half, eval_every=0)
+            main(Args(preset="scratch", run_dir=run, **same, **length), alone=True)
             for name, step in (("demos", args.data_steps), ("suboptimal", half)):
                 agent = WarmupAgent(env.obs_dim, env.action_dim, hidden_size=args.hidden_size)
                 agent.load(Path(run) / "checkpoints" / f"checkpoint_{step}.pth")
@@ -1039,6 +1044,7 @@ class WarmupAgent:
     """Networks, targets, optimizers and the update rule."""
 
     NETWORKS = ("policy", "qf", "qf_target", "temperature")
+    rank, world_size = 0, 1  # under torchrun each process gets the rows rank, rank + world_size, ... of a batch
 
     def __init__(
         self,
@@ -1095,8 +1101,13 @@ class WarmupAgent:
         self.actor_optimizer = torch.optim.Adam([flatten(self.policy.actor)], **adam)
         self.alpha_optimizer = torch.optim.Adam([flatten(self.temperature)], **adam)
 
+    def share(self, draw, size, *dims):
+        """This process's rows of random numbers for the whole batch, so that all processes draw the same."""
+        whole = draw(size * self.world_size, *dims, generator=self.noise_rng)
+        return whole[self.rank :: self.world_size].to(self.device)
+
     def noise(self, like):
-        return torch.randn(like.shape, generator=self.noise_rng).to(self.device)
+        return self.share(torch.randn, *like.shape)
 
     def bellman(self, batch):
         """-> q_values (E,N), target (N,)"""
@@ -1116,7 +1127,7 @@ class WarmupAgent:
         size, k = len(batch["actions"]), self.cql_num_actions
         unit = float(np.log((self.action_high - self.action_low) / 2).sum())
         with torch.no_grad():
-            uniform = torch.rand(size, k, batch["actions"].shape[1], generator=self.noise_rng).to(self.device) * 2 - 1
+            uniform = self.share(torch.rand, size, k, batch["actions"].shape[1]) * 2 - 1
             actions = [uniform]
             logs = [torch.full((size, k), uniform_log_density(self.action_low, self.action_high), device=self.device)]
             for obs in (batch["obs"], batch["next_obs"]):  # both judged at s
@@ -1174,9 +1185,23 @@ class WarmupAgent:
     def judge(self, batch):
         """bellman() outside training: draws from a generator of its own"""
         training, self.noise_rng = self.noise_rng, torch.Generator().manual_seed(0)
+        ranks, self.rank, self.world_size = (self.rank, self.world_size), 0, 1  # these rows are not shared out
         q_values, target = self.bellman(batch)
-        self.noise_rng = training
+        self.noise_rng, (self.rank, self.world_size) = training, ranks
         return q_values, target
+
+    def distribute(self, rank: int, world_size: int):
+        """From now on every gradient is the mean over the processes: that of the whole batch, as in one process."""
+        self.rank, self.world_size = rank, world_size
+
+        def average(grad):
+            grad = grad.contiguous()
+            dist.all_reduce(grad)
+            return grad / world_size
+
+        for module in (self.qf, self.policy.actor, self.temperature):
+            for param in module.parameters():
+                param.register_hook(average)
 
     def heldout_error(self, batch) -> float:
         """TD error over the variance of its target. Not the bare error: that is least while all values are still 0."""
@@ -1423,6 +1448,28 @@ class StopSignal:
 
 
 # --- main ---
+def init_distributed(device: torch.device) -> tuple[int, int, torch.device]:
+    """Rank, number of ranks and this rank's device; (0, 1, device) without torchrun."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1, device
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    atexit.register(dist.destroy_process_group)
+    if dist.get_rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # one voice is enough
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def sum_over_ranks(stats: dict, world_size: int, device) -> dict:
+    if world_size == 1:
+        return stats
+    values = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in stats.values()])
+    dist.all_reduce(values)
+    return dict(zip(stats, values, strict=True))
+
+
 def keep_memory():
     """glibc gives blocks over 128 kB back to the kernel at once and asks again: half the time of a small conv net."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
@@ -1467,33 +1514,40 @@ def cut_back(path: Path, global_step: int):
         path.write_text("".join(row + "\n" for row in rows))
 
 
-def main(args: Args) -> dict[str, float]:
+def main(args: Args, alone: bool = False) -> dict[str, float]:
+    """`alone`: not with the other processes of torchrun, as the run that makes demos"""
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
     keep_memory()
+    device = pick_device(args.device)
+    rank, world_size, device = (0, 1, device) if alone else init_distributed(device)
+    shared = f"a multiple of the {world_size} processes"
+    check(args.batch_size % world_size == 0, args, "batch_size", shared)
     env = ControlEnv(args.env_id)
     if args.make_data:
         folder = Path(args.data_dir or f"data/{args.env_id}")
         for line in load_offline_data(args, env, make_sources(args, env, folder))[1]:
             print(f"{folder}: {line}")
         return {}
+    started = [int(time.time())]
+    if world_size > 1:
+        dist.broadcast_object_list(started)
     checkpoint_path = newest_checkpoint(args)
     saved = load_checkpoint(checkpoint_path) if checkpoint_path else None
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
-    run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
+    run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{started[0]}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
-    if not args.resume and (run_dir / "metrics.jsonl").exists():
+    if rank == 0 and not args.resume and (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     if saved:
         check_same_run(args, saved["args"], checkpoint_path)
-    elif args.resume:
+    elif args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
     handed_over = load_checkpoint(Path(args.checkpoint_path)) if args.stage == "online" and not saved else None
     fixed = ("env_id", "offline_steps", "reward_scale", "gamma", "hidden_size", "num_critics")
     for name in fixed if handed_over else ():
         same = f"{handed_over['args'][name]} as in {args.checkpoint_path}"
         check(getattr(args, name) == handed_over["args"][name], args, name, same)
-    device = pick_device(args.device)
     options = "hidden_size layer_norm dropout num_critics num_sampled_critics lr gamma tau init_alpha target_entropy"
     options = {name: getattr(args, name) for name in (options + " backup_entropy cql_num_actions seed").split()}
     bounds = dict(action_low=env.low, action_high=env.high)
@@ -1526,11 +1580,15 @@ def main(args: Args) -> dict[str, float]:
         elif state["offline_rb"]:
             offline_rb = make_buffer(args, env, state["offline_rb"]["capacity"])
             offline_rb.load_state_dict(state["offline_rb"])
-        if saved:
+        if saved and rank == 0:
             cut_back(run_dir / "metrics.jsonl", step)
             print(f"resumed {checkpoint_path}: step {step}, {agent.updates} updates", flush=True)
     elif uses_data:
+        if rank > 0:
+            dist.barrier()  # the first process makes the files, the others find them
         specs = args.offline_data or make_sources(args, env, Path(args.data_dir or run_dir / "data"))
+        if rank == 0 and world_size > 1:
+            dist.barrier()
         columns, lines = load_offline_data(args, env, specs)
         print("\n".join(lines), flush=True)
         number, held = columns.pop("episode"), np.zeros(len(columns["rewards"]), bool)
@@ -1568,6 +1626,8 @@ def main(args: Args) -> dict[str, float]:
         return filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
 
     def save(path: Path, offline_rows: bool = True):
+        if rank > 0:
+            return
         state = dict(agent=agent.state_dict(), collector=collector.state_dict(), online_rb=online_rb.state_dict())
         state |= dict(offline_rb=offline_rb.state_dict() if offline_rows and offline_rb is not None else None)
         state |= dict(sample_rng=sample_rng.bit_generator.state, augment_rng=augment_rng.get_state(), step=step)
@@ -1575,7 +1635,9 @@ def main(args: Args) -> dict[str, float]:
         state |= dict(counts=counts, original_bytes=original_bytes, args=asdict(args), run_dir=str(run_dir))
         save_checkpoint(path, state)
 
-    writer = Writer(args, run_dir, total=last_step)
+    if world_size > 1:
+        agent.distribute(rank, world_size)
+    writer = Writer(args, run_dir, total=last_step, enabled=rank == 0)
     metrics, scores = {}, {}
     if step == 0:
         if args.offline_steps == 0:
@@ -1619,12 +1681,21 @@ def main(args: Args) -> dict[str, float]:
                 critic_factors += [batch["weights"]] if args.weighted_loss != "none" else []
                 actor_factors += [batch["weights"]] if args.weighted_loss == "both" else []
             weights = [batch_weights(*factors) if factors else None for factors in (critic_factors, actor_factors)]
+            rows = {name: column[rank::world_size] for name, column in batch.items()}
+            weights = [own if own is None else own[rank::world_size] for own in weights]
             cql_alpha = args.online_cql_alpha if env_steps else args.cql_alpha
             conservative = dict(cql_alpha=cql_alpha * (args.offline_objective != "sac"))
             conservative["calibrated"] = args.offline_objective == "calql"
-            stats = agent.weighted_update(batch, weights, full=i == num_updates - 1, **conservative)
+            stats = agent.weighted_update(rows, weights, full=i == num_updates - 1, **conservative)
             td_errors = stats.pop("td_errors", None)
+            if world_size > 1 and stats:
+                summed = sum_over_ranks(stats, world_size, device)
+                stats = {name: value / world_size for name, value in summed.items()}
             if td_errors is not None and args.use_prioritized_replay:
+                if world_size > 1:
+                    parts = [torch.empty_like(td_errors) for _ in range(world_size)]
+                    dist.all_gather(parts, td_errors)
+                    td_errors = torch.stack(parts, 1).flatten()  # back in the order of the batch
                 take_back(td_errors.cpu().numpy())
             stats["offline_frac"] = split[0] / args.batch_size
             for name, value in stats.items():
@@ -1686,15 +1757,15 @@ def main(args: Args) -> dict[str, float]:
 
         # 6 save; what is handed over comes first: after the checkpoint of the last step nothing would write it again
         if step == args.offline_steps and args.stage != "online":
-            if args.filtered_data_path and offline_rb is not None:
+            if args.filtered_data_path and offline_rb is not None and rank == 0:
                 save_filtered_data(args, env, offline_rb)
             if args.checkpoint_path:
                 save(Path(args.checkpoint_path), offline_rows=not args.filtered_data_path)
-        stopping = stop_signal.received is not None
+        stopping = sum_over_ranks({"stop": stop_signal.received is not None}, world_size, device)["stop"] > 0
         if (args.save_every and step % args.save_every == 0) or step == last_step or stopping:
             save(save_dir / f"checkpoint_{step}.pth")
             numbered = [path for path in save_dir.glob("checkpoint_*.pth") if path.stem[11:].isdigit()]
-            for path in sorted(numbered, key=lambda path: int(path.stem[11:]))[:-2]:
+            for path in sorted(numbered, key=lambda path: int(path.stem[11:]))[:-2] if rank == 0 else ():
                 path.unlink()
         if stopping:
             break
@@ -1705,7 +1776,8 @@ def main(args: Args) -> dict[str, float]:
         print(f"saved {save_dir / f'checkpoint_{step}.pth'}; --resume auto continues it")
         return metrics
     metrics |= scores or evaluate_frozen(agent.policy, env, 10_000, args.eval_episodes)  # resumed at its end: none yet
-    save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
+    if rank == 0:
+        save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
     kept = offline_rb.nbytes if offline_rb is not None else 0
     summary = {"global_step": step, "updates": agent.updates, "seconds": seconds, "departures": departures(args)}
     summary |= {"offline_bytes": original_bytes, "retained_bytes": kept}

@@ -223,6 +223,35 @@ def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
     assert_same_state(last_state(tmp_path / "killed"), last_state(tmp_path / "whole"))
 
 
+def torchrun(folder, data, **options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command.append(str(ROOT / "wsrl_warmup.py"))
+    for name, value in (TINY | dict(run_dir=str(folder), data_dir=data) | options).items():
+        command += ["--" + name.replace("_", "-"), str(value)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("own", [dict(offline_objective="calql"), dict(preset="wsrl", warmup_rollout_steps=5)])
+def test_two_processes_are_one(own, tmp_path, data):
+    """Same global batch, same update: priorities, the conservative term's draws and logged means included."""
+    run(tmp_path / "one", data, **own)
+    ended = torchrun(tmp_path / "two", data, save_every=20, **own)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert [row.keys() for row in one] == [row.keys() for row in two]
+    for a, b in zip(one, two, strict=True):
+        assert list(b.values()) == pytest.approx(list(a.values()), rel=1e-3, abs=1e-4)
+    (tmp_path / "two" / "checkpoints" / "checkpoint_50.pth").unlink()  # killed after step 40, say
+    ended = torchrun(tmp_path / "two", data, save_every=20, resume="auto", **own)
+    assert ended.returncode == 0 and "step 40" in ended.stdout, ended.stderr[-2000:]
+    assert rows(tmp_path / "two") == two
+
+
+def test_two_processes_share_a_batch(tmp_path, data):
+    ended = torchrun(tmp_path / "run", data, batch_size=7)
+    assert "--batch-size 7 is not allowed: it must be a multiple of the 2 processes" in ended.stderr
+
+
 def test_signal_saves_and_ends(tmp_path, data, monkeypatch, capsys):
     log = wsrl_warmup.Writer.log
 
