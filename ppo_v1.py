@@ -874,7 +874,8 @@ def cut_back(path: Path, global_step: int):
     if path.exists():
         rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
         rows = [line for line in rows if json.loads(line)["global_step"] <= global_step]
-        path.write_text("".join(row + "\n" for row in rows))
+        path.with_suffix(".tmp").write_text("".join(row + "\n" for row in rows))
+        os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
 # v1: signals

@@ -523,6 +523,8 @@ class RobotEnv:
                 problem = f"shape {human.shape}" if human.shape != executed.shape else "a value that is not finite"
                 fail(f'info["intervene_action"] has {problem}: {executed.shape} finite numbers are needed', code=1)
             human = ((np.clip(human, self.low, self.high) - self.center) / self.scale).astype(np.float32)
+            command = human[self.layout.gripper]  # "stay" then holds what the human did
+            self.last_command = np.where(np.round(command) == 0, self.last_command, command)
         return self.observe(raw), float(reward), bool(terminated), bool(truncated), success, human
 
 
@@ -615,8 +617,9 @@ def load_pickle(path: str):
         fail(f"demo file {path} is refused: {(str(error) or repr(error)).splitlines()[0]}")
 
 
-def read_demos(path: str, obs_spec: dict, layout: ActionLayout, grasp_penalty: float) -> list[dict]:
-    """Transitions of a .pkl or .npz file, checked one by one against what the environment has."""
+def read_demos(path: str, env: RobotEnv, grasp_penalty: float) -> list[dict]:
+    """Transitions of a .pkl or .npz file, checked one by one against what the environment has; actions in its units."""
+    obs_spec, layout = env.obs_spec, env.layout
     if path.endswith(".npz"):
         try:
             with np.load(path, allow_pickle=False) as file:
@@ -670,7 +673,8 @@ def read_demos(path: str, obs_spec: dict, layout: ActionLayout, grasp_penalty: f
                     hint = " (or train with --no-use-state)" if key == "state" else ""
                     fail(f"demo file {path}: transition {i}: {source} lacks {key!r}, which the environment has{hint}")
             demo[name] = {key: number(views[key], f"{source}[{key!r}]", i, *spec) for key, spec in obs_spec.items()}
-        action = number(raw["actions"], "actions", i, (layout.action_dim,)).clip(-1, 1)
+        action = number(raw["actions"], "actions", i, (layout.action_dim,))
+        action = ((action - env.center) / env.scale).clip(-1, 1).astype(np.float32)
         dones = bool(number(raw.get("dones", False), "dones", i, ()))
         toggles, closed = gripper_toggles(action[layout.gripper], closed)
         closed = closed & (not dones)  # an episode starts open
@@ -897,10 +901,11 @@ class FrameBuffer:
 def check_memory(args: Args, obs_spec: dict):
     """Arrays are filled lazily: without this a run would be killed hours later."""
     frame = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in obs_spec.values())
-    needed = (args.buffer_size + args.demo_buffer_size) * (frame + 64)
+    frame = (frame + 64) * (2 if args.save_buffers else 1)  # a checkpoint is a copy
+    needed = (args.buffer_size + args.demo_buffer_size) * frame
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > 0.9 * memory:
-        fits = int(0.9 * memory / (frame + 64)) - args.demo_buffer_size
+        fits = int(0.9 * memory / frame) - args.demo_buffer_size
         sizes = f"{needed / 1e9:.1f} GB of frames do not fit into {memory / 1e9:.1f} GB of memory"
         fail(f"--buffer-size {args.buffer_size} is not allowed: {sizes}, it must be at most {max(fits, 0)}")
 
@@ -1591,7 +1596,7 @@ def newest_checkpoint(args: Args) -> Path | None:
     if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
         return Path(args.resume) if args.resume else None
     runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
-    folders = [run / "checkpoints" for run in reversed(runs)]
+    folders = [run / "checkpoints" for run in runs[-1:]]
     if args.resume != "auto":
         folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
     elif args.save_dir or args.run_dir:
@@ -1619,7 +1624,8 @@ def cut_back(path: Path, global_step: int):
     if path.exists():
         rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
         rows = [line for line in rows if json.loads(line)["global_step"] <= global_step]
-        path.write_text("".join(row + "\n" for row in rows))
+        path.with_suffix(".tmp").write_text("".join(row + "\n" for row in rows))
+        os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
 def create_test_data(args: Args) -> list[str]:
@@ -1642,7 +1648,7 @@ def quick_test(args: Args) -> dict[str, float]:
         demos = Path(folder) / "demo.pkl"
         demos.write_bytes(pickle.dumps(make_demos(args, 5, args.seed)))
         env = RobotEnv(args)
-        print(f"ok  demo file: {len(read_demos(str(demos), env.obs_spec, env.layout, args.grasp_penalty))} transitions")
+        print(f"ok  demo file: {len(read_demos(str(demos), env, args.grasp_penalty))} transitions")
         options = {name: value for name, value in asdict(args).items() if name not in ("built_in", "test")}
         metrics = main(Args(**options | dict(run_dir=folder + "/run", save_dir=None, demo_paths=(str(demos),))))
         print(f"ok  training: {args.max_steps} environment steps, {metrics['charts/updates']:.0f} updates")
@@ -1669,11 +1675,15 @@ def main(args: Args) -> dict[str, float]:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint_path = newest_checkpoint(args)
     saved = load_checkpoint(checkpoint_path) if checkpoint_path and rank == 0 else None
+    if saved and "run_dir" not in saved:
+        fail(f"--resume {checkpoint_path} holds a policy, not a run: a checkpoint_*.pth is needed")
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
-    if not saved and rank == 0 and (run_dir / "metrics.jsonl").exists():
+    if rank == 0 and not args.resume and (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
+    if rank == 0 and args.resume and not saved:
+        cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
     device = pick_device(args.device)
     env = RobotEnv(args)  # for evaluation: no human in it
     layout, image_keys = env.layout, [key for key in env.obs_spec if key != "state"]
@@ -1712,12 +1722,12 @@ def main(args: Args) -> dict[str, float]:
     augment_rng = torch.Generator().manual_seed(args.seed + 1)
     robot = Robot(args, copy.deepcopy(agent.policy).cpu()) if world == 1 else None
 
-    demos = [demo for path in args.demo_paths for demo in read_demos(path, env.obs_spec, layout, args.grasp_penalty)]
+    demos = [demo for path in args.demo_paths for demo in read_demos(path, env, args.grasp_penalty)]
     if not args.demo_paths and args.num_demos:
         with tempfile.TemporaryDirectory() as folder:  # through a file, as a user's own demos
             path = Path(folder) / "demos.pkl"
             path.write_bytes(pickle.dumps(make_demos(args, args.num_demos, args.seed)))
-            demos = read_demos(str(path), env.obs_spec, layout, args.grasp_penalty)
+            demos = read_demos(str(path), env, args.grasp_penalty)
     if len(demos) >= args.demo_buffer_size / 2:
         size = f"--demo-buffer-size {args.demo_buffer_size} is not allowed"
         fail(f"{size}: it must be more than {2 * len(demos)}, twice the transitions of the demos")
@@ -1736,6 +1746,8 @@ def main(args: Args) -> dict[str, float]:
         last_interventions = saved["last_interventions"]
         if robot and saved["robot"]:
             robot.load_state_dict(saved["robot"])
+        if not (robot and robot.actions):  # the half episode is not continued: its return must not enter the next one
+            link.current = {}
         if saved["buffers"] and checkpoint_path.with_name(saved["buffers"]).exists():
             buffers = load_checkpoint(checkpoint_path.with_name(saved["buffers"]))
             online_rb.load_state_dict(buffers["online_rb"])

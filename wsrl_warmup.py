@@ -32,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,8 +86,8 @@ DEFAULTS = dict(  # and then
     tau=0.005, buffer_size=1_000_000, eval_every=5_000, data_steps=50_000, reward_scale=1.0, offline_objective="sac",
 )  # fmt: skip
 PAPERS = {  # what a run is compared with when it lists its departures; the critics have LayerNorm in both
-    "wsrl": PRESETS["wsrl"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, layer_norm=True),
-    "rlpd": PRESETS["rlpd"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, layer_norm=True),
+    "wsrl": PRESETS["wsrl"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
+    "rlpd": PRESETS["rlpd"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
 }
 SOURCE_WEIGHTS = {"suboptimal": 1.0, "random": 0.5}  # demos: --demo-weight; any other name: 1
 
@@ -122,7 +123,7 @@ class Args:
 
     # task
     env_id: str = "MountainCarContinuous-v0"
-    """Gymnasium id (package:Id imports the package) of an environment with flat observations and bounded actions"""
+    """Gymnasium id (package:Id imports the package), flat observations, bounded actions; small tasks: those in TASKS"""
     offline_data: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=("--offline-data-path",))
     ] = ()
@@ -130,7 +131,7 @@ class Args:
     make_data: bool = False
     """only write the three sources of env_id to data_dir, then end"""
     data_dir: str | None = None
-    """folder of the sources made here; files already in it are used (None: data/ in the run folder)"""
+    """folder of the sources made here; files in it are used (None: data/ in the run folder; make_data: data/env_id)"""
     data_size: int = 4_000
     """transitions of each source made here, rounded up to whole episodes"""
     data_steps: int | None = None
@@ -140,7 +141,7 @@ class Args:
     success_weight_bonus: float = 1.5
     """factor on the weight of rows of successful episodes"""
     reward_scale: float | None = None
-    """factor on rewards in the learner only; goes with init_alpha and cql_alpha (None: 0.1 small tasks, else 1)"""
+    """factor on rewards in the learner only; goes with init_alpha and cql_alpha (None: 0.1 or 1, by env_id)"""
 
     # model
     hidden_size: int | None = None
@@ -152,13 +153,13 @@ class Args:
 
     # rollout
     offline_steps: Annotated[int | None, tyro.conf.arg(aliases=("--warmup-steps",))] = None
-    """offline updates; the design's warmup_steps, while the paper's warm-up is warmup_rollout_steps (None: preset)"""
+    """offline updates; the paper's warm-up is warmup_rollout_steps (None: 0 rlpd, scratch; 5000 small tasks; 50000)"""
     online_steps: int | None = None
     """environment steps after the offline updates (None: warmup_rollout_steps plus 5000 small tasks, else 100000)"""
     warmup_rollout_steps: int | None = None
     """online steps at the start in which the warm policy acts, sampled, and nothing is updated (None: preset)"""
     learning_starts: int | None = None
-    """online steps at the start with uniformly random actions and no update (None: preset)"""
+    """online steps at the start with uniformly random actions and no update (None: 0, 500 or 5000)"""
 
     # optimization
     batch_size: int | None = None
@@ -371,16 +372,17 @@ def swing_up(obs):
 def make_sources(args: Args, env: ControlEnv, folder: Path) -> list[str]:
     """demos, suboptimal and random .npz; a file that is there is kept, so a killed run continues with the same data."""
     script = {"MountainCarContinuous-v0": pump_up, "Pendulum-v1": swing_up}.get(args.env_id)
-    rng = np.random.default_rng([args.seed, 1])
     experts = {"demos": script, "suboptimal": script, "random": None}
     if script is None and not all((folder / f"{name}.npz").exists() for name in experts):
         print(f"no script for {args.env_id}: {args.data_steps} steps of SAC make the demos", flush=True)
-        half = args.data_steps // 2
+        half = max(1, args.data_steps // 2)
         with tempfile.TemporaryDirectory() as run, contextlib.redirect_stdout(io.StringIO()):
             same = dict(env_id=args.env_id, device=args.device, num_threads=args.num_threads, seed=args.seed)
-            length = dict(online_steps=args.data_steps, save_every=half, eval_every=0)
+            length = dict(online_steps=2 * half, save_every=half, eval_every=0)
             main(Args(preset="scratch", run_dir=run, **same, **length), alone=True)
-            for name, step in (("demos", args.data_steps), ("suboptimal", half)):
+            if not (Path(run) / "checkpoints" / "final_model.pth").exists():
+                fail("stopped while the demos were made", code=130)
+            for name, step in (("demos", 2 * half), ("suboptimal", half)):
                 agent = WarmupAgent(env.obs_dim, env.action_dim, hidden_size=args.hidden_size)
                 agent.load(Path(run) / "checkpoints" / f"checkpoint_{step}.pth")
                 experts[name] = agent.policy.act
@@ -498,6 +500,11 @@ OTHER_NAMES = {  # what other files call them: sac_hybrid.py's demos, D4RL
 }  # fmt: skip
 
 
+def is_npz(path: str) -> bool:
+    """By its first bytes, too: --filtered-data-path kept.pkl is an .npz all the same."""
+    return path.endswith(".npz") or zipfile.is_zipfile(path)
+
+
 def read_source(path: str, env: ControlEnv) -> dict[str, np.ndarray]:
     """DATA_COLUMNS of an .npz, a demo .pkl or minari:ID, checked; actions in the environment's units."""
     if path.startswith("minari:"):
@@ -512,7 +519,7 @@ def read_source(path: str, env: ControlEnv) -> dict[str, np.ndarray]:
         raw = {name: np.concatenate([getattr(e, name) for e in episodes]) for name in DATA_COLUMNS if "obs" not in name}
         raw["obs"] = np.concatenate([e.observations[:-1] for e in episodes])
         raw["next_obs"] = np.concatenate([e.observations[1:] for e in episodes])
-    elif path.endswith(".npz"):
+    elif is_npz(path):
         try:
             with np.load(path, allow_pickle=False) as file:
                 raw = {name: file[name] for name in file.files}
@@ -530,7 +537,9 @@ def read_source(path: str, env: ControlEnv) -> dict[str, np.ndarray]:
             with contextlib.suppress(ValueError, TypeError):  # ragged or missing: reported below, if it is needed
                 raw[name] = np.array(values, np.float32)
     raw = {OTHER_NAMES.get(name, name): column for name, column in raw.items()}
-    if "masks" in raw and "terminations" not in raw:  # sac_hybrid.py's: mask 0 is the end of the value
+    if "masks" not in raw and "dones" in raw:  # sac_hybrid.py's: optional
+        raw["masks"] = 1 - np.asarray(raw["dones"])
+    if "masks" in raw and "terminations" not in raw:  # mask 0 is the end of the value
         raw["terminations"] = np.asarray(raw["masks"]) == 0
     if "dones" in raw and "truncations" not in raw:
         raw["truncations"] = (np.asarray(raw["dones"]) != 0) & ~(np.asarray(raw.get("terminations", False)) != 0)
@@ -893,7 +902,7 @@ def load_filtered_data(args: Args, env: ControlEnv) -> UniformReplayBuffer:
     """What save_filtered_data wrote, or any data file: then all of it, as the source `demos`."""
     path = args.filtered_data_path
     rows = read_source(path, env)
-    with np.load(path) if path.endswith(".npz") else contextlib.nullcontext({}) as file:
+    with np.load(path) if is_npz(path) else contextlib.nullcontext({}) as file:
         extra = {name: file[name] for name in file}
     buffer = make_buffer(args, env, len(rows["rewards"]))
     if "buffer_rewards" not in extra:
@@ -1483,7 +1492,7 @@ def newest_checkpoint(args: Args) -> Path | None:
     if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
         return Path(args.resume) if args.resume else None
     runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
-    folders = [run / "checkpoints" for run in reversed(runs)]
+    folders = [run / "checkpoints" for run in runs[-1:]]
     if args.resume != "auto":
         folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
     elif args.save_dir or args.run_dir:
@@ -1511,7 +1520,8 @@ def cut_back(path: Path, global_step: int):
     if path.exists():
         rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
         rows = [line for line in rows if json.loads(line)["global_step"] <= global_step]
-        path.write_text("".join(row + "\n" for row in rows))
+        path.with_suffix(".tmp").write_text("".join(row + "\n" for row in rows))
+        os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
 def main(args: Args, alone: bool = False) -> dict[str, float]:
@@ -1534,6 +1544,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
         dist.broadcast_object_list(started)
     checkpoint_path = newest_checkpoint(args)
     saved = load_checkpoint(checkpoint_path) if checkpoint_path else None
+    if saved and "run_dir" not in saved:
+        fail(f"--resume {checkpoint_path} holds a policy, not a run: a checkpoint_*.pth is needed")
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{started[0]}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
@@ -1544,7 +1556,9 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
     elif args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
     handed_over = load_checkpoint(Path(args.checkpoint_path)) if args.stage == "online" and not saved else None
-    fixed = ("env_id", "offline_steps", "reward_scale", "gamma", "hidden_size", "num_critics")
+    fixed = ("env_id", "offline_steps", "reward_scale", "gamma", "hidden_size", "num_critics", "layer_norm", "dropout")
+    if handed_over and handed_over.get("step") != handed_over["args"]["offline_steps"]:
+        fail(f"--checkpoint-path {args.checkpoint_path} is not what --stage offline leaves there")
     for name in fixed if handed_over else ():
         same = f"{handed_over['args'][name]} as in {args.checkpoint_path}"
         check(getattr(args, name) == handed_over["args"][name], args, name, same)
@@ -1617,7 +1631,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
     resolved = PRESETS["wsrl"].keys() | TASKS["Pendulum-v1"].keys()
     table = "  ".join(f"{name} {getattr(args, name)}" for name in sorted(resolved))
     print(f"preset {args.preset}: {table}")
-    print(f"departures from the paper: {'; '.join(departures(args)) or 'none'}", flush=True)
+    paper = "RLPD (2302.02948)" if args.preset == "rlpd" else "WSRL (2412.07762)"
+    print(f"departures from the paper, {paper}: {'; '.join(departures(args)) or 'none'}", flush=True)
 
     def go_online():
         """Keep what is worth keeping; the arrays of the rest are released."""
@@ -1655,6 +1670,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
         if env_steps:
             row, episode = collector.step(random=env_steps <= args.learning_starts)
             row["rewards"] *= args.reward_scale
+            # differs from Cal-QL: no return of an episode that is not over, so the term of its rows is plain CQL
             row |= dict(weights=1.0, quality=0.5, returns=-math.inf)
             online_rb.insert({name: np.asarray(value)[None] for name, value in row.items()})
             if episode:
@@ -1721,6 +1737,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
             if best is not None:
                 agent.load_networks(best)
                 best = heldout = None
+            take_back = None  # it holds the old buffer
             offline_rb = go_online()
 
         # 4 log

@@ -1,5 +1,6 @@
 """sac_hybrid.py: demo files are untrusted: hostile, damaged and ill-fitting ones end in one line."""
 
+import copy
 import os
 import pickle
 import struct
@@ -18,7 +19,9 @@ DEMOS = make_demos(ARGS, 3, seed=0)
 
 
 def read(path, layout=None):
-    return read_demos(str(path), ENV.obs_spec, layout or ENV.layout, -0.02)
+    env = copy.copy(ENV)
+    env.layout = layout or ENV.layout
+    return read_demos(str(path), env, -0.02)
 
 
 def refused(path, capsys, *words, **options):
@@ -44,6 +47,14 @@ def test_protocols(tmp_path, protocol):
     path = tmp_path / "demo.pkl"
     path.write_bytes(pickle.dumps(DEMOS, protocol))
     check_equal(read(path))
+
+
+def test_actions_are_in_the_units_of_the_environment(tmp_path):
+    env = RobotEnv(Args(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper"))  # torque from -2 to 2
+    state = np.zeros(3, np.float32)
+    rows = [dict(observations=state, actions=np.float32([u]), next_observations=state, rewards=0.0) for u in (1, -2, 9)]
+    (tmp_path / "demo.pkl").write_bytes(pickle.dumps(rows))
+    assert [float(demo["actions"][0]) for demo in read_demos(str(tmp_path / "demo.pkl"), env, 0.0)] == [0.5, -1, 1]
 
 
 def test_numpy_scalars_fortran_order_and_big_endian(tmp_path):

@@ -184,6 +184,13 @@ def test_stay_holds_the_last_command(tmp_path):
     for command in (0, -1, 0, 0, 1, 0):
         env.step(np.array([0, 0, 0, 0, 0, 0, command], np.float32))
     assert env.env.seen == [0, -1, -1, -1, 1, 1]
+    act = lambda command: env.step(np.array([0, 0, 0, 0, 0, 0, command], np.float32))  # noqa: E731
+    real = env.env.step
+    env.env.step = lambda a: (*real(a)[:4], {"intervene_action": np.float32([0, 0, 0, 0, 0, 0, -1])})
+    act(1)
+    env.env.step = real
+    act(0)
+    assert env.env.seen[6:] == [1, -1], "the human closed it: stay keeps it closed"
 
 
 def test_a_gymnasium_environment_with_box_observations(tmp_path):

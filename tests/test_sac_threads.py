@@ -187,6 +187,20 @@ def test_resume_after_sigkill_is_the_uninterrupted_run(tmp_path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
 
 
+def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path, capsys):
+    main(Args(**TINY, run_dir=str(tmp_path / "whole")))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"global_step": 0, "time": 0.1}\n{"global_st')
+    main(Args(**TINY, run_dir=str(tmp_path / "run"), resume="auto"))
+    steps = [json.loads(line)["global_step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    whole = [json.loads(line)["global_step"] for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert steps == whole
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(Args(**TINY, resume=str(tmp_path / "run/checkpoints/final_model.pth")))
+    assert "final_model.pth holds a policy, not a run" in capsys.readouterr().err
+
+
 def test_resume_checks_what_it_continues(tmp_path, capsys):
     main(Args(**TINY, run_dir=str(tmp_path / "run")))
     with pytest.raises(SystemExit) as end:

@@ -86,7 +86,7 @@ def test_presets_resolve_as_in_the_table(preset):
 
 
 def test_departures_from_the_paper():
-    paper = dict(hidden_size=256, batch_size=256, tau=0.005)
+    paper = dict(hidden_size=256, batch_size=256, tau=0.005, lr=3e-4)
     assert departures(Args(preset="wsrl", **paper)) == []
     assert departures(Args(preset="rlpd", **paper)) == []
     assert departures(Args(preset="wsrl", **paper | dict(utd_ratio=1))) == ["utd_ratio 1 (paper 4)"]
@@ -118,7 +118,7 @@ def test_every_preset_runs(preset, tmp_path, data, capsys):
         assert summary["retained_bytes"] == 0.5 * summary["offline_bytes"]  # memory is released, as measured
     out = capsys.readouterr().out
     assert (
-        f"preset {preset}: " in out and "departures from the paper: " in out and f"utd_ratio {TABLE[preset][8]}" in out
+        f"preset {preset}: " in out and "departures from the paper, " in out and f"utd_ratio {TABLE[preset][8]}" in out
     )
 
 
@@ -169,12 +169,17 @@ def test_stage_two_checks_what_it_gets(tmp_path, data, capsys):
         (dict(checkpoint_path="absent.pth"), "absent.pth"),
         (dict(filtered_data_path="absent.npz"), "absent.npz"),
         (dict(env_id="MountainCarContinuous-v0"), "--env-id"),
+        (dict(dropout=0.1), "--dropout 0.1"),
+        (dict(layer_norm=False), "--layer-norm False"),
+        (dict(checkpoint_path=str(tmp_path / "first/checkpoints/final_model.pth")), "final_model.pth is not what"),
     ):
         with pytest.raises(SystemExit) as end:
             run(tmp_path / "second", data, stage="online", **hand | own)
         err = capsys.readouterr().err
         assert end.value.code == 2 and words in err and err.count("\n") == 1, err
     assert not (tmp_path / "second").exists()
+    (tmp_path / "kept.pkl").write_bytes((tmp_path / "kept.npz").read_bytes())  # the name of the design's commands
+    run(tmp_path / "third", data, stage="online", **hand | dict(filtered_data_path=str(tmp_path / "kept.pkl")))
 
 
 class Killed(BaseException):
