@@ -130,7 +130,7 @@ class Args:
     num_iterations: int = 250
     """rollout + update rounds"""
     num_rollouts: int | None = None
-    """end after this many rollouts instead, those that fill the pool included: replay needs fewer per iteration"""
+    """end after this many rollouts instead, those that fill the pool included, for the schedules, too"""
     learning_rate: float = 1e-3
     """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
     update_epochs: int = 1
@@ -204,7 +204,7 @@ class Args:
     off_policy_neg: Literal["keep", "mask"] = "keep"
     """mask: stripped samples with a negative advantage are not trained on"""
     off_policy_loss: Literal["clip", "shape", "tis"] = "clip"
-    """surrogate of stripped samples: clipped, w/(w+shaping_beta), or clipped times min(w, tis_cap)"""
+    """surrogate of stripped samples: clipped, ratio/(ratio+shaping_beta), or clipped times min(w, tis_cap)"""
     tis_cap: float = 2.0
     """tis: bound on w = pi_old(y|x) / pi_old(y|x,experience) per token"""
 
@@ -321,6 +321,8 @@ class Args:
         check(fits, self, "offpolicy_trajectories_per_task", f"below --group-size {self.group_size}")
         for name in ("num_rollouts", "max_staleness"):
             check(getattr(self, name) is None or getattr(self, name) > 0, self, name, "a positive number, or left out")
+        twice = self.off_old_logp == "behavior" and self.off_policy_loss == "tis"
+        check(not twice, self, "off_policy_loss", "clip or shape with --off-old-logp behavior, whose ratio has w in it")
         check(1 < self.clip_c < math.inf, self, "clip_c", "a number above 1")
         check(self.clip_low < 1, self, "clip_low", "below 1")
         check(self.num_families <= len(NAMES), self, "num_families", f"at most {len(NAMES)}")
@@ -1224,7 +1226,7 @@ def rollout(policy, jobs: list[Job], make_env, dialogue, pad_id, args, label: st
                 told = dialogue.reply(observation, ended)
                 length = len(t.rollout_prompt_ids) + sum(len(x) for _, x in t.steps) + len(told)
                 if over or len(actions[i]) == args.max_turns or length + args.max_turn_tokens > args.max_context:
-                    t.success = t.reward >= args.success_reward
+                    t.success = args.success_reward <= t.reward < math.inf
                     t.summary = games[i].summary(actions[i]) if t.success else ""
                     continue
                 t.steps.append(("env", told))
@@ -1464,8 +1466,9 @@ def gather_rows(x, side: Literal["left", "right"], world_size: int):
 def shard(policy, device):
     """FSDP2, layer by layer."""
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    layers = max((m for m in policy.lm.modules() if isinstance(m, nn.ModuleList)), key=len)
-    for module in (*layers, policy):
+    trunks = filter(None, (policy.lm, getattr(policy, "critic", None)))
+    layers = [max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len) for trunk in trunks]
+    for module in (*sum(map(list, layers), []), policy):
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(policy, "step")
     return policy
@@ -1533,6 +1536,7 @@ def save_model(policy, tokenizer, folder: Path, rank: int):
     policy.lm.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a save that was killed while it cleaned up
         folder.rename(old)
     temporary.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -1581,6 +1585,7 @@ def check_resumed_run(args, saved: dict, path: Path):
     if not isinstance(saved, dict) or not {"args", "policy", "optimizer", "counters", "replay", "pool"} <= saved.keys():
         fail(f"checkpoint {path} is not one of {Path(__file__).name}'s")
     fixed = "seed env num_families num_rooms model_name hidden_size num_layers warm_start_steps num_tasks group_size"
+    fixed += " experience_template max_turns"  # the tiny model's words come from them
     ignored = ("resume", "run_dir", "exp_name")
     for name, now in asdict(args).items():
         before = saved["args"].get(name)
@@ -1629,13 +1634,12 @@ def main(args: Args) -> dict[str, float]:
         practise(policy, world, dialogue, pad_id, args)
     if saved:  # the start policy, from which a reference is made below
         policy.load_state_dict(saved["start"] or saved["policy"])
+    for parameter in policy.parameters() if world_size > 1 else ():
+        dist.broadcast(parameter.data, 0)
     reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_loss_coef else None
     start = {name: x.cpu() for name, x in reference.state_dict().items()} if reference else None
-    if world_size > 1:
-        for parameter in policy.parameters():
-            dist.broadcast(parameter.data, 0)
-        if args.fsdp:
-            policy, reference = shard(policy, device), reference and shard(reference, device)
+    if args.fsdp:
+        policy, reference = shard(policy, device), reference and shard(reference, device)
     if args.gradient_checkpointing:
         policy.lm.gradient_checkpointing_enable()
         for module in policy.modules():  # it works in train() mode only, and dropout would be noise in ratios
@@ -1813,8 +1817,9 @@ def main(args: Args) -> dict[str, float]:
         # 12 minibatch updates
         keep_whole(policy, False)
         policy.train(args.gradient_checkpointing)
-        sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
+        sums = {}  # metric -> sum over the minibatches of this update
         num_updates = num_applied = 0
+        first_ratio_error = torch.zeros((), device=device)
         off_ratios = []
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
@@ -1865,7 +1870,7 @@ def main(args: Args) -> dict[str, float]:
                     }
                     stats = {name: stats.get(name, 0) + value for name, value in micro_stats.items()}
                     if num_updates == 0:
-                        first_ratio_error = ((ratio - 1) * on).abs().max()
+                        first_ratio_error = torch.maximum(first_ratio_error, ((ratio - 1) * on).abs().max())
                 sync_gradients(policy, world_size)
                 stats = sum_over_ranks(stats, world_size, device)
                 stats["losses/grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
@@ -1899,6 +1904,8 @@ def main(args: Args) -> dict[str, float]:
             "charts/success_rate": success_rate,
             "charts/learning_rate": lr,
             "charts/SPS": (global_step - start_step) / (time.time() - start_time),
+            "time/rollout": rollout_time,
+            "time/update": time.time() - iteration_start - rollout_time,
         }
         if reference is not None:
             metrics["losses/ref_kl"] = masked_mean(k3_kl(old_log_probs, ref_logprobs), mask).item()
@@ -1960,7 +1967,6 @@ def main(args: Args) -> dict[str, float]:
             if improvement > 0:
                 best_score = metrics["eval/success_rate"]
                 save_model(policy, tokenizer, run_dir / "best", rank)
-        metrics |= {"time/rollout": rollout_time, "time/update": time.time() - iteration_start - rollout_time}
         if "eval/success_rate" in metrics or iteration % args.log_interval == 0:
             writer.log(metrics, global_step)
         line = f"PL:{metrics.get('losses/policy_loss', math.nan):.2f} success:{success_rate:.2f}"

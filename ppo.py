@@ -252,7 +252,9 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
         prompt, answer = (row[name] for name in names)
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float):
             fail(f"--task jsonl:{path}: line {number}: {names[0]} must be a text, {names[1]} a text or a number")
-        pairs.append((prompt, str(answer).split("####")[-1].strip()))  # GSM8K keeps the answer behind ####
+        answer = str(answer).split("####")[-1].strip()  # GSM8K keeps the answer behind ####, MATH in the last box
+        boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer)
+        pairs.append((prompt, boxed[-1].strip() if boxed else answer))
     return pairs
 
 
@@ -827,8 +829,10 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - iteration_start
 
         # 4 update
-        sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
+        sums = {}  # metric -> sum over the minibatches of this update
         num_updates = num_applied = 0
+        first_ratio_error = torch.zeros((), device=device)
+        spoiled = not scores.isfinite().all()  # by whitening one bad reward reaches every row
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
             for mb_inds in minibatches:
@@ -868,12 +872,13 @@ def main(args: Args) -> dict[str, float]:
                     }
                     stats = {name: stats.get(name, 0) + value for name, value in micro_stats.items()}
                     if num_updates == 0:
-                        first_ratio_error = ((ratio - 1) * mb_mask).abs().max()
+                        first_ratio_error = torch.maximum(first_ratio_error, ((ratio - 1) * mb_mask).abs().max())
                 stats["losses/grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 num_updates += 1
                 watched = ("losses/policy_loss", "losses/value_loss", "losses/grad_norm")
                 if not all(math.isfinite(stats[name]) for name in watched):  # a NaN must not reach the weights
-                    skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
+                    skipped_steps += 1
+                    skipped_in_a_row += not spoiled or num_updates == 1  # a bad reward costs its updates, not the run
                     if skipped_in_a_row >= args.max_skipped_steps:
                         fail(f"{skipped_in_a_row} updates in a row were not finite (iteration {iteration})", code=1)
                     continue

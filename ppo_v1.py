@@ -5,7 +5,7 @@ Differs from ppo.py (each item is a marker in the code):
     v1: grad_accum      - micro-batches inside a minibatch: same gradient, less memory
     v1: checkpoint      - save and resume, bit-exact, killed at any moment
     v1: signals         - SIGINT and SIGTERM finish the iteration, save and end
-    v1: text_log        - train.log, the status lines with their times
+    v1: text_log        - train.log, every metric of every iteration, with the time
     v1: early_stopping  - end when the evaluation stops improving
     v1: best            - keep the best model by evaluation
     v1: memory          - bf16 autocast, gradient checkpointing
@@ -331,7 +331,9 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
         prompt, answer = (row[name] for name in names)
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float):
             fail(f"--task jsonl:{path}: line {number}: {names[0]} must be a text, {names[1]} a text or a number")
-        pairs.append((prompt, str(answer).split("####")[-1].strip()))  # GSM8K keeps the answer behind ####
+        answer = str(answer).split("####")[-1].strip()  # GSM8K keeps the answer behind ####, MATH in the last box
+        boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer)
+        pairs.append((prompt, boxed[-1].strip() if boxed else answer))
     return pairs
 
 
@@ -928,8 +930,9 @@ def gather_rows(x, side: Literal["left", "right"], world_size: int):
 def shard(policy, device):
     """FSDP2, layer by layer."""
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    layers = max((m for m in policy.lm.modules() if isinstance(m, nn.ModuleList)), key=len)
-    for module in (*layers, policy):
+    trunks = filter(None, (policy.lm, getattr(policy, "critic", None)))
+    layers = [max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len) for trunk in trunks]
+    for module in (*sum(map(list, layers), []), policy):
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(policy, "step")
     return policy
@@ -997,6 +1000,7 @@ def save_model(policy, tokenizer, folder: Path, rank: int):
     policy.lm.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a save that was killed while it cleaned up
         folder.rename(old)
     temporary.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -1025,6 +1029,7 @@ def check_resumed_args(args, saved: dict, path: Path):
     if not isinstance(saved, dict) or not {"args", "policy", "optimizer", "counters", "controls"} <= saved.keys():
         fail(f"checkpoint {path} is not one of ppo.py's children")
     fixed = ("seed", "task", "model_name", "hidden_size", "num_layers", "separate_critic", "sft_steps", "batch_size")
+    fixed += ("min_digits", "max_digits", "max_operand", "max_response_length")  # the warm start makes pi_ref from them
     ignored = ("resume", "run_dir", "exp_name")
     for name, now in asdict(args).items():
         before = saved["args"].get(name)
@@ -1065,18 +1070,19 @@ def main(args: Args) -> dict[str, float]:
 
     if args.model_name is None:
         warm_start(policy, task, tokenizer, eos_ids, pad_id, args)
+    # v1: distributed
+    for parameter in policy.parameters() if world_size > 1 else ():
+        dist.broadcast(parameter.data, 0)
     reference = None
     if args.kl_coef:  # frozen pi_ref
         reference = PolicyWithValue(copy.deepcopy(policy.lm), separate_critic=False).to(device).requires_grad_(False)
     # v1: distributed
-    if world_size > 1:
-        for parameter in policy.parameters():
-            dist.broadcast(parameter.data, 0)
-        if args.fsdp:
-            policy, reference = shard(policy, device), reference and shard(reference, device)
+    if args.fsdp:
+        policy, reference = shard(policy, device), reference and shard(reference, device)
     # v1: memory
     if args.gradient_checkpointing:
-        policy.lm.gradient_checkpointing_enable()
+        for trunk in filter(None, (policy.lm, policy.critic)):
+            trunk.gradient_checkpointing_enable()
         for module in policy.modules():  # it works in train() mode only, and dropout would be noise in ratios
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -1106,7 +1112,8 @@ def main(args: Args) -> dict[str, float]:
         sample_rng.set_state(saved["sample_rng"])
         shuffle_rng.set_state(saved["shuffle_rng"])
         iteration, global_step, skipped_steps, skipped_in_a_row = saved["counters"]
-        best_score, stale_evals, plateau_evals, plateau_scale, kl_coef = saved["controls"]
+        best_score, stale_evals, plateau_evals, plateau_scale, adapted = saved["controls"]
+        kl_coef = adapted if args.adaptive_kl else kl_coef
         metrics = saved["metrics"]
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
@@ -1119,7 +1126,8 @@ def main(args: Args) -> dict[str, float]:
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
         writer.log(metrics, global_step)
-        best_score = metrics["eval/score"]  # v1: best
+        if math.isfinite(metrics["eval/score"]):
+            best_score = metrics["eval/score"]  # v1: best
     start_time, start_step = time.time(), global_step
     # v1: config
     versions = {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": sys.version.split()[0]}
@@ -1193,8 +1201,10 @@ def main(args: Args) -> dict[str, float]:
         # v1: distributed, memory
         keep_whole(policy, False)
         policy.train(args.gradient_checkpointing)
-        sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
+        sums = {}  # metric -> sum over the minibatches of this update
         num_updates = num_applied = 0
+        first_ratio_error = torch.zeros((), device=device)
+        spoiled = not scores.isfinite().all()  # by whitening one bad reward reaches every row
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
             for mb_inds in minibatches:
@@ -1236,7 +1246,7 @@ def main(args: Args) -> dict[str, float]:
                     }
                     stats = {name: stats.get(name, 0) + value for name, value in micro_stats.items()}
                     if num_updates == 0:
-                        first_ratio_error = ((ratio - 1) * mb_mask).abs().max()
+                        first_ratio_error = torch.maximum(first_ratio_error, ((ratio - 1) * mb_mask).abs().max())
                 # v1: distributed
                 sync_gradients(policy, world_size)
                 stats = sum_over_ranks(stats, world_size, device)
@@ -1246,7 +1256,8 @@ def main(args: Args) -> dict[str, float]:
                 num_updates += 1
                 watched = ("losses/policy_loss", "losses/value_loss", "losses/grad_norm")
                 if not all(math.isfinite(stats[name]) for name in watched):  # a NaN must not reach the weights
-                    skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
+                    skipped_steps += 1
+                    skipped_in_a_row += not spoiled or num_updates == 1  # a bad reward costs its updates, not the run
                     if skipped_in_a_row >= args.max_skipped_steps:
                         fail(f"{skipped_in_a_row} updates in a row were not finite (iteration {iteration})", code=1)
                     continue
@@ -1291,7 +1302,7 @@ def main(args: Args) -> dict[str, float]:
             metrics["eval/score"] = evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)
         # v1: early_stopping, best, lr_schedule
         if "eval/score" in metrics:
-            improvement = metrics["eval/score"] - best_score  # the first evaluation always improves on -inf
+            improvement = metrics["eval/score"] - best_score
             stale_evals = 0 if improvement > args.early_stopping_threshold else stale_evals + 1
             plateau_evals = 0 if improvement > args.early_stopping_threshold else plateau_evals + 1
             if plateau_evals >= args.plateau_patience:
@@ -1305,8 +1316,8 @@ def main(args: Args) -> dict[str, float]:
         line = f"PL:{pl:.2f} VL:{vl:.2f} R:{metrics['charts/score']:.2f}"
         writer.status(line, done=iteration)
         # v1: text_log
-        line = " ".join(f"{name.split('/')[-1]}={value:.4g}" for name, value in metrics.items())
-        writer.write("train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {line}\n", "a")
+        text = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+        writer.write("train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {text}\n", "a")
         # v1: checkpoint, signals
         stopping = sum_over_ranks({"stop": stop.received is not None}, world_size, device)["stop"] > 0
         early = 0 < args.early_stopping_patience <= stale_evals

@@ -12,7 +12,7 @@ Without --use-replay-buffer this is ppo_v1.py, bit for bit.
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary, H hidden size.
 
     python ppo_v2.py --use-replay-buffer                              # sort digits, CPU, about a minute
-    python ppo_v2.py --use-replay-buffer --use-priority-sampling      # prioritized by advantage
+    python ppo_v2.py --use-replay-buffer --no-use-priority-sampling --priority-age-tau None    # uniform
     python ppo_v2.py --use-replay-buffer --min-digits 5 --max-digits 6 --batch-size 32    # where success is rare
 """
 
@@ -191,7 +191,7 @@ class Args:
     """bound on the ratio for negative advantages, above 1 (dual clip; None: no bound)"""
 
     # v2: buffer
-    # replay; six defaults are what benchmark/replay_study.py found, not the guide's: --min-replay-size 100
+    # replay; six defaults are those of benchmark/replay_study.py, not the design guide's: --min-replay-size 100
     # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --priority-beta-increment 0.001
     # --max-replay-reuse 4, and no --priority-age-tau, which is ours
     use_replay_buffer: bool = False
@@ -203,7 +203,7 @@ class Args:
     replay_sample_size: int = 32
     """rollouts drawn per update"""
     use_priority_sampling: bool = True
-    """draw by mean |advantage| instead of uniformly"""
+    """draw by mean |advantage| and age; off: by age alone, uniformly with --priority-age-tau None"""
     priority_alpha: float = 1.0
     """0: uniform, 1: in proportion to the priority"""
     priority_beta: float = 0.0
@@ -293,7 +293,8 @@ class Args:
             check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
         for name in ("replay_is_cap", "priority_age_tau", "replay_max_kl"):
             check((1 if getattr(self, name) is None else getattr(self, name)) > 0, self, name, "a positive number")
-        check(0 < (self.new_samples_ratio or 1) <= 1, self, "new_samples_ratio", "above 0 and at most 1")
+        ratio = 1 if self.new_samples_ratio is None else self.new_samples_ratio
+        check(0 < ratio <= 1, self, "new_samples_ratio", "above 0 and at most 1")
         reachable = min(self.replay_buffer_size, self.batch_size * self.staleness_threshold)
         limits = f"{reachable}, which is what --replay-buffer-size and --batch-size x --staleness-threshold can hold"
         check(self.min_replay_size <= reachable, self, "min_replay_size", f"at most {limits}")
@@ -379,7 +380,9 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
         prompt, answer = (row[name] for name in names)
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float):
             fail(f"--task jsonl:{path}: line {number}: {names[0]} must be a text, {names[1]} a text or a number")
-        pairs.append((prompt, str(answer).split("####")[-1].strip()))  # GSM8K keeps the answer behind ####
+        answer = str(answer).split("####")[-1].strip()  # GSM8K keeps the answer behind ####, MATH in the last box
+        boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer)
+        pairs.append((prompt, boxed[-1].strip() if boxed else answer))
     return pairs
 
 
@@ -1132,8 +1135,9 @@ def gather_rows(x, side: Literal["left", "right"], world_size: int):
 def shard(policy, device):
     """FSDP2, layer by layer."""
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    layers = max((m for m in policy.lm.modules() if isinstance(m, nn.ModuleList)), key=len)
-    for module in (*layers, policy):
+    trunks = filter(None, (policy.lm, getattr(policy, "critic", None)))
+    layers = [max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len) for trunk in trunks]
+    for module in (*sum(map(list, layers), []), policy):
         fully_shard(module, mesh=mesh)
     register_fsdp_forward_method(policy, "step")
     return policy
@@ -1201,6 +1205,7 @@ def save_model(policy, tokenizer, folder: Path, rank: int):
     policy.lm.save_pretrained(temporary, state_dict=state)
     tokenizer.save_pretrained(temporary)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of a save that was killed while it cleaned up
         folder.rename(old)
     temporary.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
@@ -1229,6 +1234,7 @@ def check_resumed_args(args, saved: dict, path: Path):
     if not isinstance(saved, dict) or not {"args", "policy", "optimizer", "counters", "controls"} <= saved.keys():
         fail(f"checkpoint {path} is not one of ppo.py's children")
     fixed = ("seed", "task", "model_name", "hidden_size", "num_layers", "separate_critic", "sft_steps", "batch_size")
+    fixed += ("min_digits", "max_digits", "max_operand", "max_response_length")  # the warm start makes pi_ref from them
     ignored = ("resume", "run_dir", "exp_name")
     for name, now in asdict(args).items():
         before = saved["args"].get(name)
@@ -1269,18 +1275,19 @@ def main(args: Args) -> dict[str, float]:
 
     if args.model_name is None:
         warm_start(policy, task, tokenizer, eos_ids, pad_id, args)
+    # v1: distributed
+    for parameter in policy.parameters() if world_size > 1 else ():
+        dist.broadcast(parameter.data, 0)
     reference = None
     if args.kl_coef:  # frozen pi_ref
         reference = PolicyWithValue(copy.deepcopy(policy.lm), separate_critic=False).to(device).requires_grad_(False)
     # v1: distributed
-    if world_size > 1:
-        for parameter in policy.parameters():
-            dist.broadcast(parameter.data, 0)
-        if args.fsdp:
-            policy, reference = shard(policy, device), reference and shard(reference, device)
+    if args.fsdp:
+        policy, reference = shard(policy, device), reference and shard(reference, device)
     # v1: memory
     if args.gradient_checkpointing:
-        policy.lm.gradient_checkpointing_enable()
+        for trunk in filter(None, (policy.lm, policy.critic)):
+            trunk.gradient_checkpointing_enable()
         for module in policy.modules():  # it works in train() mode only, and dropout would be noise in ratios
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
@@ -1323,13 +1330,15 @@ def main(args: Args) -> dict[str, float]:
         sample_rng.set_state(saved["sample_rng"])
         shuffle_rng.set_state(saved["shuffle_rng"])
         iteration, global_step, skipped_steps, skipped_in_a_row = saved["counters"]
-        best_score, stale_evals, plateau_evals, plateau_scale, kl_coef = saved["controls"]
+        best_score, stale_evals, plateau_evals, plateau_scale, adapted = saved["controls"]
+        kl_coef = adapted if args.adaptive_kl else kl_coef
         metrics = saved["metrics"]
         # v2: buffer
         if args.use_replay_buffer and "replay" in saved:
             buffer.load_state_dict(saved["replay"]["buffer"])
             replay_rng.bit_generator.state = json.loads(saved["replay"]["rng"])
-            beta, trained, replayed_total, last_kl = saved["replay"]["counters"]
+            annealed, trained, replayed_total, last_kl = saved["replay"]["counters"]
+            beta = annealed if args.priority_beta_increment else beta
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
@@ -1341,7 +1350,8 @@ def main(args: Args) -> dict[str, float]:
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
         writer.log(metrics, global_step)
-        best_score = metrics["eval/score"]  # v1: best
+        if math.isfinite(metrics["eval/score"]):
+            best_score = metrics["eval/score"]  # v1: best
     start_time, start_step = time.time(), global_step
     # v1: config
     versions = {m.__name__: m.__version__ for m in (torch, transformers)} | {"python": sys.version.split()[0]}
@@ -1452,8 +1462,10 @@ def main(args: Args) -> dict[str, float]:
         # v1: distributed, memory
         keep_whole(policy, False)
         policy.train(args.gradient_checkpointing)
-        sums = {}  # metric -> sum over the minibatches of this update; tensors, so that nothing waits for the device
+        sums = {}  # metric -> sum over the minibatches of this update
         num_updates = num_applied = 0
+        first_ratio_error = torch.zeros((), device=device)
+        spoiled = not scores.isfinite().all()  # by whitening one bad reward reaches every row
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size, generator=shuffle_rng).to(device).chunk(args.num_minibatches)
             # v2: mix
@@ -1507,7 +1519,7 @@ def main(args: Args) -> dict[str, float]:
                             micro_stats |= {f"{source}/{name}": value for name, value in counts.items()}
                     stats = {name: stats.get(name, 0) + value for name, value in micro_stats.items()}
                     if num_updates == 0:
-                        first_ratio_error = ((ratio - 1) * mb_mask).abs().max()
+                        first_ratio_error = torch.maximum(first_ratio_error, ((ratio - 1) * mb_mask).abs().max())
                 # v1: distributed
                 sync_gradients(policy, world_size)
                 stats = sum_over_ranks(stats, world_size, device)
@@ -1517,7 +1529,8 @@ def main(args: Args) -> dict[str, float]:
                 num_updates += 1
                 watched = ("losses/policy_loss", "losses/value_loss", "losses/grad_norm")
                 if not all(math.isfinite(stats[name]) for name in watched):  # a NaN must not reach the weights
-                    skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
+                    skipped_steps += 1
+                    skipped_in_a_row += not spoiled or num_updates == 1  # a bad reward costs its updates, not the run
                     if skipped_in_a_row >= args.max_skipped_steps:
                         fail(f"{skipped_in_a_row} updates in a row were not finite (iteration {iteration})", code=1)
                     continue
@@ -1580,7 +1593,7 @@ def main(args: Args) -> dict[str, float]:
             metrics["eval/score"] = evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)
         # v1: early_stopping, best, lr_schedule
         if "eval/score" in metrics:
-            improvement = metrics["eval/score"] - best_score  # the first evaluation always improves on -inf
+            improvement = metrics["eval/score"] - best_score
             stale_evals = 0 if improvement > args.early_stopping_threshold else stale_evals + 1
             plateau_evals = 0 if improvement > args.early_stopping_threshold else plateau_evals + 1
             if plateau_evals >= args.plateau_patience:
@@ -1597,8 +1610,8 @@ def main(args: Args) -> dict[str, float]:
             line += f" BUF:{len(buffer)} EFF:{trained / global_step:.1f}x"
         writer.status(line, done=iteration)
         # v1: text_log
-        line = " ".join(f"{name.split('/')[-1]}={value:.4g}" for name, value in metrics.items())
-        writer.write("train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {line}\n", "a")
+        text = " ".join(f"{name}={value:.4g}" for name, value in metrics.items())
+        writer.write("train.log", f"{time.strftime('%Y-%m-%d %H:%M:%S')} iteration {iteration} {text}\n", "a")
         # v1: checkpoint, signals
         stopping = sum_over_ranks({"stop": stop.received is not None}, world_size, device)["stop"] > 0
         early = 0 < args.early_stopping_patience <= stale_evals

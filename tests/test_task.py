@@ -46,7 +46,7 @@ def write(tmp_path, *rows):
 def test_jsonl_columns_and_split(tmp_path):
     rows = [{"prompt": f"p{i}", "answer": i} for i in range(10)]
     rows += [{"question": f"q{i}", "answer": f"so #### {i}"} for i in range(10)]
-    rows += [{"problem": f"r{i}", "solution": str(i)} for i in range(10)] + [""]
+    rows += [{"problem": f"r{i}", "solution": f"2 gives \\boxed{{2}}, so \\boxed{{{i}}}."} for i in range(10)] + [""]
     task = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), always)
     held_out = {p for p, _ in task.evaluation}
     assert len(held_out) == 3

@@ -339,10 +339,19 @@ def test_nan_reward_skips_the_update(tmp_path):
         "    calls['n'] += 1\n"  # call 1 is the evaluation of the start policy
         "    return [float('nan') if calls['n'] == 3 and i == 1 else len(r) for i, r in enumerate(responses)]\n"
     )
-    run(tmp_path / "run", reward_fn=f"{path}:mine", eval_every=0)
+    run(tmp_path / "run", reward_fn=f"{path}:mine", eval_every=0, max_skipped_steps=2)  # an iteration counts once
     rows = metrics_without_times(tmp_path / "run")
     assert [row.get("losses/skipped_steps") for row in rows] == [None, 0, 4, 4]
     assert rows[2]["charts/score"] is None and "losses/policy_loss" not in rows[2] and rows[3]["losses/grad_norm"] > 0
+
+
+def test_a_save_killed_while_it_cleaned_up(tmp_path):
+    policy, tokenizer, _, _ = ppo_v1.load_policy(ppo_v1.Args(**TINY_LM))
+    (tmp_path / "best.old").mkdir()
+    (tmp_path / "best.old" / "half.safetensors").write_text("")
+    for _ in range(2):
+        ppo_v1.save_model(policy, tokenizer, tmp_path / "best", rank=0)
+    assert (tmp_path / "best" / "config.json").exists() and not (tmp_path / "best.old").exists()
 
 
 # --- controllers, seen working in a run ---

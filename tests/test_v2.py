@@ -454,6 +454,7 @@ def test_the_five_scenarios_of_the_readme_run(tmp_path):
             ["--min-replay-size 100", "40"],
         ),
         (dict(new_samples_ratio=1.5), ["--new-samples-ratio 1.5"]),
+        (dict(new_samples_ratio=0.0), ["--new-samples-ratio 0.0"]),
         (dict(replay_is_cap=0.0), ["--replay-is-cap 0.0", "positive"]),
     ],
 )
