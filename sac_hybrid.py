@@ -195,9 +195,9 @@ class Args:
     eval_every: int | None = None
     """steps between frozen-policy evaluations (0: the first and the last policy only; None: 500 built-in, else 5000)"""
     eval_episodes: int | None = None
-    """episodes of such an evaluation; the best policy becomes final_model.pth (None: 50 built-in, else 10)"""
+    """episodes of each; the best policy becomes final_model.pth (0: none, the last one; None: 50 built-in, else 10)"""
     report_episodes: int | None = None
-    """other episodes, on which final_model.pth is judged at the end (None: 100 built-in, else 50)"""
+    """other episodes, on which final_model.pth is judged at the end (0: not; None: 100 built-in, else 50)"""
     log_interval: int = 100
     """environment steps between lines of metrics.jsonl"""
     track: bool = False
@@ -221,9 +221,9 @@ class Args:
                 built_in = BUILT_IN_MODES.get(self.setup_mode, {}).get(name, built_in)
                 setattr(self, name, built_in if self.built_in else other)
         positive = "max_steps batch_size lr utd publish_every cta_ratio num_critics num_sampled_critics init_alpha"
-        positive += " hidden_size max_skipped_steps log_interval eval_episodes report_episodes"
+        positive += " hidden_size max_skipped_steps log_interval"
         not_negative = "seed num_threads save_every render_size num_demos intervention_steps training_starts"
-        not_negative += " random_steps max_lead augment_pad bc_weight eval_every"
+        not_negative += " random_steps max_lead augment_pad bc_weight eval_every eval_episodes report_episodes"
         for name in positive.split():
             check(0 < getattr(self, name) < math.inf, self, name, "a positive number")
         for name in not_negative.split():
@@ -1448,7 +1448,7 @@ def evaluate_policy(policy: Policy, env: RobotEnv, first_seed: int, num_episodes
             lengths[-1] += 1
             done = terminated or truncated
         successes.append(success)
-    means = [float(np.mean(values)) for values in (successes, returns, lengths)]
+    means = [float(np.mean(values)) if values else math.nan for values in (successes, returns, lengths)]
     return dict(zip(("eval/success_rate", "eval/episodic_return", "eval/episodic_length"), means, strict=True))
 
 
@@ -1720,7 +1720,8 @@ def main(args: Args) -> dict[str, float]:
     link = Link(args, online_rb, demo_rb, num_actors=max(1, world - 1))
     sample_rng = np.random.default_rng([args.seed, 5])  # one per purpose: more draws of one leave the other alone
     augment_rng = torch.Generator().manual_seed(args.seed + 1)
-    robot = Robot(args, copy.deepcopy(agent.policy).cpu()) if world == 1 else None
+    never_judged = not (args.built_in or args.eval_episodes or args.report_episodes)  # a real arm exists once
+    robot = Robot(args, copy.deepcopy(agent.policy).cpu(), env=env if never_judged else None) if world == 1 else None
 
     demos = [demo for path in args.demo_paths for demo in read_demos(path, env, args.grasp_penalty)]
     if not args.demo_paths and args.num_demos:
@@ -1774,7 +1775,8 @@ def main(args: Args) -> dict[str, float]:
     metrics, scores = {}, {"eval/success_rate": 0.0}
     if not saved:
         scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
-        writer.log(scores, 0)
+        if args.eval_episodes:
+            writer.log(scores, 0)
         link.publish(agent.policy)
     start_time, start_step, start_updates, update_time = time.time(), link.handled, agent.updates, 0.0
     last_time = start_time
@@ -1848,7 +1850,8 @@ def main(args: Args) -> dict[str, float]:
                 writer.log(metrics, step)
 
             # 4 evaluate: one set of episodes chooses the policy, another judges it at the end
-            if step == args.max_steps or (args.eval_every and step % args.eval_every == 0):
+            judged = step == args.max_steps or (args.eval_every and step % args.eval_every == 0)
+            if judged and args.eval_episodes:
                 scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
                 writer.log(scores, step)
                 if (scores["eval/success_rate"], scores["eval/episodic_return"]) >= best_score:
@@ -1874,7 +1877,8 @@ def main(args: Args) -> dict[str, float]:
     if not interrupted:
         if best is not None:
             agent.load_networks(best)
-        metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
+        if args.report_episodes:
+            metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
         save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
     env.close()
     curves = ["eval/success_rate", "charts/success_rate", "charts/intervention_rate"]
@@ -1887,7 +1891,7 @@ def main(args: Args) -> dict[str, float]:
         return metrics
     work = f"{link.handled} environment steps, {agent.updates} updates in {summary['seconds']} s"
     print(f"{work}: actor {metrics.get('charts/SPS', 0):.0f} Hz, {metrics.get('charts/UPS', 0):.0f} updates/s")
-    rate, episodes = metrics["eval/success_rate"], f"{args.report_episodes} fresh episodes without human"
+    rate, episodes = metrics.get("eval/success_rate", math.nan), f"{args.report_episodes} fresh episodes without human"
     print(f"eval/success_rate {rate:.2f} on {episodes}: {save_dir}/final_model.pth")
     return metrics
 

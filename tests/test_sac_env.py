@@ -193,6 +193,19 @@ def test_stay_holds_the_last_command(tmp_path):
     assert env.env.seen[6:] == [1, -1], "the human closed it: stay keeps it closed"
 
 
+def test_a_robot_that_exists_once(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import numpy as np\nclass Env:\n    made = 0\n    def __init__(self, *_):\n        Env.made += 1\n"
+        "        assert Env.made == 1, 'there is one arm'\n        self.t = 0\n"
+        "    def reset(self):\n        self.t = 0\n        return np.zeros(3), {}\n"
+        "    def step(self, a):\n        self.t += 1\n        return np.zeros(3), 0.0, self.t == 5, False, {}\n"
+    )
+    own = dict(env_id=f"{tmp_path}/own.py:Env", num_demos=0, intervention_steps=0, eval_episodes=0, report_episodes=0)
+    metrics = main(Args(**TINY | own, run_dir=str(tmp_path / "run")))
+    assert "eval/success_rate" not in metrics and metrics["charts/episodes"] > 3
+    assert (tmp_path / "run" / "checkpoints" / "final_model.pth").exists()
+
+
 def test_a_gymnasium_environment_with_box_observations(tmp_path):
     options = dict(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper", num_demos=0, intervention_steps=0)
     args = Args(**TINY | options, run_dir=str(tmp_path / "run"))
