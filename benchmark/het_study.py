@@ -172,15 +172,16 @@ def plot(curves, path):
     for i, (study, column) in enumerate([(study, c) for study in studies for c in ("unguided", "guided")], 1):
         axis = figure.add_subplot(len(studies), 2, i)
         compared = [(study, arm) for arm in STUDIES[study]]
-        if study == "replay":
-            compared.insert(0, ("methods", "baseline"))  # replay off
-        for key in compared:
+        if study in ("replay", "clip"):
+            compared.insert(0, ("methods", "baseline" if study == "replay" else "HET"))  # what they vary
+        for number, key in enumerate(compared):
             mine = [curve for k, curve in curves.items() if k[:2] == key and numbers(curve, column)]
             if mine:
                 x = np.linspace(max(numbers(c, "global_step")[0] for c in mine), COMMON["num_rollouts"], 60)
                 y = [np.interp(x, numbers(c, "global_step"), numbers(c, column)) for c in mine]
-                axis.plot(x, np.mean(y, 0), label=f"{key[1]} ({len(mine)} seeds)")
+                axis.plot(x, np.mean(y, 0), color=f"C{number}", label=f"{key[1]} ({len(mine)} seeds)")
         axis.set_title(f"{study}: {column} validation success", fontsize=9)
+        axis.set_xlabel("rollouts", fontsize=8)
         axis.set_ylim(-0.02, 1.02)
         axis.grid(alpha=0.3)
         if axis.lines:
