@@ -1558,7 +1558,7 @@ def practise(policy, world: World, dialogue, pad_id, args):
             query = f"{query}\n{first}" if first else query
             prompt_ids = dialogue.prompt(inject_experience(query, experience, args.experience_template))
             steps, over = [], False
-            choices = getattr(game, "actions", None) or BUTTONS
+            choices = getattr(game, "actions", BUTTONS) or ["ok"]  # an environment with free text lists none
             for turn in range(args.max_turns):
                 action = str(choices[rng.integers(len(choices))])
                 if experience and rng.random() < args.warm_start_follow:

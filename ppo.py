@@ -839,7 +839,7 @@ def main(args: Args) -> dict[str, float]:
                 num_tokens = batch["response_mask"][mb_inds].sum()
                 stats = {}
                 optimizer.zero_grad()
-                for micro_inds in mb_inds.chunk(1):
+                for micro_inds in mb_inds.chunk(1):  # one micro-batch; ppo_v1.py has more
                     mb = {name: tensor[micro_inds] for name, tensor in batch.items()}
                     mb_mask = mb["response_mask"].float()
                     mb_tokens = {name: mb[name] for name in tokens}
