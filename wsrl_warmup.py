@@ -199,7 +199,7 @@ class Args:
     cql_alpha: float = 1.0
     """weight of that term; 0 is sac"""
     online_cql_alpha: float | None = None
-    """the same after the warm-up (None: design: cql_alpha, others: 0)"""
+    """the same after the warm-up, on the offline rows of a batch (None: design: cql_alpha, others: 0)"""
     cql_num_actions: int = 4
     """K: actions from each of uniform, policy at s, policy at s' """
 
@@ -1132,7 +1132,7 @@ class WarmupAgent:
         return self.qf(batch["obs"], batch["actions"]), target
 
     def cql_loss(self, batch, q_values, calibrated: bool):
-        """Mean conservative gap. Densities are those of actions in the environment's units."""
+        """Mean conservative gap, 0 for online rows. Densities are those of actions in the environment's units."""
         size, k = len(batch["actions"]), self.cql_num_actions
         unit = float(np.log((self.action_high - self.action_low) / 2).sum())
         with torch.no_grad():
@@ -1149,7 +1149,10 @@ class WarmupAgent:
         all_q = self.qf(obs.flatten(0, 1), actions.flatten(0, 1)).unflatten(1, (size, 3 * k))  # (E,N,M)
         if calibrated:
             all_q = calibrate(all_q, batch["returns"], k)
-        return conservative_gap(all_q, logs, q_values).mean()
+        # The term holds back what no row has tried. An online row has been tried, and without a return to calibrate
+        # it the term would push down just what the policy does now.
+        known = batch["returns"] > -math.inf
+        return (conservative_gap(all_q, logs, q_values) * known).mean()
 
     def actor_losses(self, batch, weights=None):
         """-> actor loss, temperature loss, entropy"""
@@ -1670,7 +1673,6 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
         if env_steps:
             row, episode = collector.step(random=env_steps <= args.learning_starts)
             row["rewards"] *= args.reward_scale
-            # differs from Cal-QL: no return of an episode that is not over, so the term of its rows is plain CQL
             row |= dict(weights=1.0, quality=0.5, returns=-math.inf)
             online_rb.insert({name: np.asarray(value)[None] for name, value in row.items()})
             if episode:

@@ -215,6 +215,18 @@ def test_cql_loss_against_a_slow_one(calibrated):
     assert loss.item() == pytest.approx(expected, abs=1e-4)
 
 
+def test_the_conservative_term_leaves_online_rows_alone():
+    """Their return is -inf. Each row counts 1/N: half of the rows, half of the term, whatever the others hold."""
+    losses = {}
+    for name, online in (("none", []), ("odd", range(1, N, 2)), ("even", range(0, N, 2)), ("all", range(N))):
+        agent, batch = make_agent(), make_batch()
+        batch["returns"][list(online)] = -math.inf
+        batch["actions"][list(online)] = 0.7  # must not matter
+        losses[name] = agent.cql_loss(batch, agent.qf(batch["obs"], batch["actions"]), calibrated=True).item()
+    assert losses["all"] == 0 and losses["odd"] + losses["even"] == pytest.approx(losses["none"], rel=1e-5)
+    assert min(losses["odd"], losses["even"]) > 0
+
+
 def test_cql_lowers_what_the_data_do_not_have():
     gaps = {}
     for alpha in (0.0, 5.0):
