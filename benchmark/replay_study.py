@@ -42,7 +42,7 @@ MORE = dict(num_iterations=400)
 EPOCHS = {n: f"plain, {n} epochs" if n > 1 else "plain, 1 epoch" for n in (1, 2, 4, 8, 16, 32)}
 ARMS = {
     "rare": {EPOCHS[n]: dict(update_epochs=n) for n in EPOCHS}
-    | {f"{EPOCHS[n]}, 2.5x the answers": MORE | dict(update_epochs=n) for n in (1, 2, 4, 8)}
+    | {f"{EPOCHS[n]}, 2.5x the answers": MORE | dict(update_epochs=n) for n in EPOCHS}
     | {
         "plain, 4 epochs, 2.5x the answers, std floor": MORE | dict(floor=0.2),
         "replay": BEST,
