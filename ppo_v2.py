@@ -4,6 +4,7 @@ Differs from ppo_v1.py (each item is a marker in the code):
     v2: buffer       - past rollouts come back into later updates: who may be drawn, how often, until when
     v2: correction   - two weights: one undoes prioritized sampling (arXiv:1511.05952), one undoes staleness (decoupled
                        PPO, arXiv:2110.00641): ratios go to the policy at the start of the update, not to the sampler's
+    v2: imitation    - what went better than expected is repeated, old failures are not (arXiv:1806.05249)
     v2: mix          - every minibatch holds fresh and replayed rows in proportion
     v2: controllers  - reuse by KL, a growing buffer, a limit on the distance to the policy that sampled
     v2: status       - BUF and EFF, what the buffer holds, what replay does to the update
@@ -12,7 +13,8 @@ Without --use-replay-buffer this is ppo_v1.py, bit for bit.
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary, H hidden size.
 
     python ppo_v2.py --use-replay-buffer                              # sort digits, CPU, about a minute
-    python ppo_v2.py --use-replay-buffer --no-use-priority-sampling --priority-age-tau None    # uniform
+    python ppo_v2.py --use-replay-buffer --no-use-priority-sampling --priority-age-tau None    # uniform draws
+    python ppo_v2.py --use-replay-buffer --replay-advantages all      # replay failures, too
     python ppo_v2.py --use-replay-buffer --min-digits 5 --max-digits 6 --batch-size 32    # where success is rare
 """
 
@@ -193,7 +195,7 @@ class Args:
     # v2: buffer
     # replay; six defaults are those of benchmark/replay_study.py, not the design guide's: --min-replay-size 100
     # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --priority-beta-increment 0.001
-    # --max-replay-reuse 4, and no --priority-age-tau, which is ours
+    # --max-replay-reuse 4, and --priority-age-tau None --replay-advantages all, which are ours
     use_replay_buffer: bool = False
     """keep rollouts and mix them into later updates (off: ppo_v1.py)"""
     replay_buffer_size: int = 1_000
@@ -203,7 +205,7 @@ class Args:
     replay_sample_size: int = 32
     """rollouts drawn per update"""
     use_priority_sampling: bool = True
-    """draw by mean |advantage| and age; off: by age alone, uniformly with --priority-age-tau None"""
+    """draw by mean gain (|advantage| with --replay-advantages all) and age; off: by age alone, or uniformly"""
     priority_alpha: float = 1.0
     """0: uniform, 1: in proportion to the priority"""
     priority_beta: float = 0.0
@@ -232,6 +234,8 @@ class Args:
     """iterations in which the chance to be drawn falls to 1/e (None: age does not matter)"""
     replay_max_kl: float | None = None
     """a drawn rollout stays out of the update if mu and pi_prox are further apart, in nats per token (None: never)"""
+    replay_advantages: Literal["positive", "all"] = "positive"
+    """positive: drawn rollouts teach the policy their gains, the critic nothing; all: losses too, whitened, and both"""
 
     # logging
     eval_every: int = 50
@@ -642,8 +646,9 @@ class ReplayBuffer:
 
     FIELDS = ("prompt_ids", "response_ids", "logprobs", "ref_logprobs", "values", "advantages", "scores")
 
-    def __init__(self, priority_alpha: float, priority_age_tau: float | None, use_priority_sampling: bool):
+    def __init__(self, priority_alpha, priority_age_tau: float | None, use_priority_sampling: bool, positive=False):
         self.alpha, self.tau, self.prioritized = priority_alpha, priority_age_tau, use_priority_sampling
+        self.positive = positive  # rank by the positive part of the advantages instead of by |A|
         self.samples = {}  # uid -> {field: tensor}
         self.uids, self.births, self.reuses = (np.zeros(0, dtype=np.int64) for _ in range(3))
         self.priorities = np.zeros(0)  # (mean |A| + 1e-6) ** alpha: the power is taken once, when it is stored
@@ -653,8 +658,8 @@ class ReplayBuffer:
         return len(self.uids)
 
     def to_priorities(self, advantages, mask):
-        """Mean |advantage| per answer, before whitening.  (B,R) -> (B,)"""
-        mean = (advantages.abs() * mask).sum(1) / mask.sum(1)
+        """Mean |advantage|, or mean positive part, per answer, before whitening.  (B,R) -> (B,)"""
+        mean = ((advantages.clamp(min=0) if self.positive else advantages.abs()) * mask).sum(1) / mask.sum(1)
         return (mean.double().cpu().numpy() + 1e-6) ** self.alpha
 
     def add(self, batch: dict, mask, prompt_mask, iteration: int):
@@ -822,6 +827,18 @@ def behaviour_correction(prox_logprobs, behaviour_logprobs, mask, correction, ca
     return prox_logprobs, weights if correction == "decoupled" else torch.ones_like(mask)
 
 
+# v2: imitation
+def gains(advantages, mask, fresh_advantages, fresh_mask):
+    """What went better than the critic expects, over the spread of all advantages.  (D,R), (B,R') -> (D,R)
+
+    Self-imitation, eq. 2 of arXiv:1806.05249. Not centred: that would make a loss of a small gain. Not scaled to unit
+    variance by itself: as the critic comes to expect a success, its pull fades. Fresh rows have the failures.
+    """
+    both = torch.cat([advantages[mask.bool()], fresh_advantages[fresh_mask.bool()]])
+    return advantages.clamp(min=0) * mask * (both.var(correction=0) + 1e-8).rsqrt()
+
+
+# v2: status
 def effective_sample_size(weights):
     """(sum w)^2 / (n sum w^2): 1 where all weights are equal, 1/n where one owns the batch.  (n,) -> ()"""
     return weights.sum() ** 2 / (len(weights) * (weights**2).sum()).clamp(min=1e-30)
@@ -908,7 +925,7 @@ def join(fresh, replayed, side: Literal["left", "right"]):
 
 # v2: correction
 @torch.no_grad()
-def bring_up_to_date(policy, samples: list[dict], draw_weights, pad_id, kl_coef, args, device):
+def bring_up_to_date(policy, samples: list[dict], draw_weights, fresh: dict, pad_id, kl_coef, args, device):
     """Drawn rollouts as a batch for this update: pi_prox, values and advantages as the policy sees them now.
 
     -> batch, advantages before whitening (D,R), log pi_prox - log mu (D,R)
@@ -936,6 +953,11 @@ def bring_up_to_date(policy, samples: list[dict], draw_weights, pad_id, kl_coef,
     batch["advantages"] = whiten(advantages, mask)  # apart from the fresh rows: what was drawn is not a fair sample
     draw_weights = torch.as_tensor(draw_weights, dtype=torch.float32, device=device)
     batch["weights"] = draw_weights[:, None].expand_as(mask)
+    # v2: imitation
+    batch["value_weights"] = torch.ones_like(mask)
+    if args.replay_advantages == "positive":
+        batch["advantages"] = gains(advantages, mask, fresh["advantages"], fresh["response_mask"])
+        batch["value_weights"] = torch.zeros_like(mask)  # shown successes above all, a critic would expect them
     return batch, advantages, (prox_logprobs - behaviour_logprobs) * mask
 
 
@@ -1312,7 +1334,8 @@ def main(args: Args) -> dict[str, float]:
     # v1: early_stopping, best, lr_schedule
     best_score, stale_evals, plateau_evals, plateau_scale = -math.inf, 0, 0, 1.0
     # v2: buffer
-    buffer = ReplayBuffer(args.priority_alpha, args.priority_age_tau, args.use_priority_sampling)
+    positive = args.replay_advantages == "positive"
+    buffer = ReplayBuffer(args.priority_alpha, args.priority_age_tau, args.use_priority_sampling, positive)
     replay_rng = np.random.default_rng([args.seed, 2, 2])
     beta, trained, replayed_total, last_kl = args.priority_beta, 0, 0, 0.0
     max_reuse = 6 if args.adaptive_reuse else args.max_replay_reuse
@@ -1421,6 +1444,7 @@ def main(args: Args) -> dict[str, float]:
         batch["weights"] = torch.ones_like(mask)  # of a token in both losses
         # v2: buffer, mix
         batch["is_weights"] = torch.ones_like(mask)  # of a token in the policy loss: fresh tokens need no correction
+        batch["value_weights"] = torch.ones_like(mask)  # and in the value loss
         num_drawn, replay_metrics = 0, {}
         if args.use_replay_buffer:
             # v2: controllers
@@ -1437,7 +1461,7 @@ def main(args: Args) -> dict[str, float]:
             beta = min(1.0, beta + args.priority_beta_increment)
             samples = [buffer.samples[uid] for uid in uids.tolist()]
             drawn, drawn_advantages, drift = bring_up_to_date(
-                policy, samples, draw_weights, pad_id, kl_coef, args, device
+                policy, samples, draw_weights, fresh, pad_id, kl_coef, args, device
             )
             drawn_mask = drawn["response_mask"].float()
             buffer.refresh(uids, drawn_advantages, drawn_mask)
@@ -1495,7 +1519,7 @@ def main(args: Args) -> dict[str, float]:
                     )  # fmt: skip
                     v_loss = value_loss(
                         new_values, mb["values"], mb["returns"], mb_mask,
-                        mb["weights"],
+                        mb["weights"] * mb["value_weights"],  # v2: imitation
                         num_tokens,
                         clip_coef=args.vf_clip_coef,
                     )  # fmt: skip

@@ -35,9 +35,11 @@ THRESHOLDS = {"rare": 0.5, "default": 0.9, "long": 0.5}
 REPEATS = 8  # long: the sorted digits, this many times over
 GUIDE = dict(use_replay_buffer=True, use_priority_sampling=False, priority_alpha=0.6, priority_beta=0.4)
 GUIDE |= dict(priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4, min_replay_size=100)
+GUIDE |= dict(replay_advantages="all")
 REPLAY = GUIDE | dict(max_replay_reuse=8, min_replay_size=32)
 PER = dict(use_priority_sampling=True)
 BEST = dict(use_replay_buffer=True)  # the defaults
+ALL = BEST | dict(replay_advantages="all")
 MORE = dict(num_iterations=400)
 EPOCHS = {n: f"plain, {n} epochs" if n > 1 else "plain, 1 epoch" for n in (1, 2, 4, 8, 16, 32)}
 ARMS = {
@@ -47,23 +49,32 @@ ARMS = {
         "plain, 4 epochs, 2.5x the answers, std floor": MORE | dict(floor=0.2),
         "replay": BEST,
         "replay, 2.5x the answers": BEST | MORE,
+        "replay, all advantages, 2.5x the answers": ALL | MORE,
         "replay, std floor": BEST | dict(floor=0.2),
-        "replay, uniform": REPLAY,
-        "replay, PER": REPLAY | PER,
-        "replay, PER, age": REPLAY | PER | dict(priority_age_tau=50.0),
+        "replay, all advantages": ALL,
+        "replay, uniform": BEST | dict(use_priority_sampling=False, priority_age_tau=None),
+        "replay, no age decay": BEST | dict(priority_age_tau=None),
         "replay, behaviour": BEST | dict(replay_correction="behaviour"),
         "replay, none": BEST | dict(replay_correction="none"),
         "replay, reuse 2": BEST | dict(max_replay_reuse=2),
         "replay, reuse 4": BEST | dict(max_replay_reuse=4),
+        "all advantages, uniform": REPLAY,
+        "all advantages, PER": REPLAY | PER,
+        "all advantages, PER, age": REPLAY | PER | dict(priority_age_tau=50.0),
+        "all advantages, behaviour": ALL | dict(replay_correction="behaviour"),
+        "all advantages, none": ALL | dict(replay_correction="none"),
+        "all advantages, reuse 2": ALL | dict(max_replay_reuse=2),
+        "all advantages, reuse 4": ALL | dict(max_replay_reuse=4),
         "replay, the guide's values": GUIDE,
     },
     "default": {
         EPOCHS[4]: {},
         "replay": BEST,
-        "replay, PER": GUIDE | PER,
+        "replay, all advantages": ALL,
+        "replay, the guide's values, PER": GUIDE | PER,
         "replay, the guide's values": GUIDE,
     },
-    "long": {EPOCHS[1]: dict(update_epochs=1), EPOCHS[4]: {}, "replay": BEST},
+    "long": {EPOCHS[1]: dict(update_epochs=1), EPOCHS[4]: {}, "replay": BEST, "replay, all advantages": ALL},
 }
 RATES = {"rare": (1e-4, 3e-4, 3e-5), "default": (1e-4, 3e-4), "long": (1e-4, 3e-4)}
 
@@ -172,7 +183,8 @@ def plot(curves, path):
     from matplotlib.figure import Figure
 
     more = [f"{EPOCHS[4]}, 2.5x the answers", "replay, 2.5x the answers"]
-    rare = [*more, EPOCHS[16], EPOCHS[32], "replay, uniform", "replay, PER, age", "replay, the guide's values"]
+    rare = [*more, EPOCHS[16], EPOCHS[32], "replay, all advantages, 2.5x the answers", "replay, uniform"]
+    rare += ["all advantages, uniform", "replay, the guide's values"]
     panels = [  # task, column of the curve, arms, title
         ("rare", 0, rare, "success is rare at the start (5-6 digits)"),
         ("rare", 1, rare, "the same, by time"),

@@ -50,6 +50,10 @@ PROOFS = {  # marker -> tests, file::function
         "test_v2.py::test_unchanged_weights_give_ratio_and_weight_one",
         "test_v2.py::test_a_sample_counts_by_its_weight",
     ],
+    "v2: imitation": [
+        "test_v2.py::test_gains_by_hand",
+        "test_v2.py::test_the_critic_learns_from_fresh_rollouts_only",
+    ],
     "v2: mix": ["test_v2.py::test_every_minibatch_mixes_in_proportion"],
     "v2: controllers": ["test_v2.py::test_adaptive_reuse_follows_the_last_kl", "test_v2.py::test_buffer_grows"],
     "v2: status": ["test_v2.py::test_efficiency_counts_what_entered_an_update"],

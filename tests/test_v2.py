@@ -105,6 +105,20 @@ def test_effective_sample_size_by_hand():
     assert ppo_v2.effective_sample_size(tensor([4.0, 1, 1, 1])).item() == pytest.approx(0.6447368, abs=1e-6)
 
 
+def test_gains_by_hand():
+    """Valid: 2, -1 drawn and 1, -2 fresh. Mean 0, variance (4 + 1 + 1 + 4) / 4 = 2.5; 2 / sqrt(2.5) = 1.2649111."""
+    drawn, fresh = tensor([[2.0, -1.0, 99.0]]), tensor([[1.0], [-2.0], [55.0]])
+    found = ppo_v2.gains(drawn, tensor([[1.0, 1, 0]]), fresh, tensor([[1], [1], [0]]))
+    assert found.tolist()[0] == pytest.approx([1.2649111, 0, 0], abs=1e-6)
+
+
+def test_priorities_by_the_positive_part():
+    advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1.0, 1, 1], [1, 1, 0]])
+    buffers = [ppo_v2.ReplayBuffer(1.0, None, True, positive) for positive in (True, False)]
+    both = [buffer.to_priorities(advantages, mask) for buffer in buffers]
+    assert both[0] == pytest.approx([1 + 1e-6, 1e-6], rel=1e-9) and both[1] == pytest.approx([7 / 3, 3], abs=1e-5)
+
+
 def surrogate(correction):
     new = tensor([[math.log(0.55)]], requires_grad=True)
     prox, mu, one = tensor([[math.log(0.5)]]), tensor([[math.log(0.25)]]), torch.ones(1, 1)
@@ -288,6 +302,26 @@ def test_a_sample_counts_by_its_weight(tmp_path, monkeypatch):
     same = [weights(tmp_path / f"{weight}.{junk}") for weight in (0.0, 1.0) for junk in (0.0, 3.0)]
     assert all(torch.equal(same[0][key], same[1][key]) for key in same[0])
     assert any(not torch.equal(same[2][key], same[3][key]) for key in same[2])
+
+
+@pytest.mark.parametrize("kind, moves", [("positive", False), ("all", True)])
+def test_the_critic_learns_from_fresh_rollouts_only(kind, moves, tmp_path, monkeypatch):
+    """Any return of a drawn row leaves the weights alone, unless all advantages are replayed."""
+    real, negative = ppo_v2.bring_up_to_date, []
+
+    def edited(junk):
+        def wrapped(*args):
+            batch, advantages, drift = real(*args)
+            negative.append((batch["advantages"] < 0).any().item())
+            return batch | {"returns": batch["returns"] + junk}, advantages, drift
+
+        return wrapped
+
+    for junk in (0.0, 3.0):
+        monkeypatch.setattr(ppo_v2, "bring_up_to_date", edited(junk))
+        run(tmp_path / f"{junk}", **REPLAY, eval_every=0, replay_advantages=kind)
+    a, b = weights(tmp_path / "0.0"), weights(tmp_path / "3.0")
+    assert any(not torch.equal(a[key], b[key]) for key in a) == moves == any(negative)
 
 
 def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
