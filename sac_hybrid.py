@@ -688,7 +688,8 @@ def read_demos(path: str, env: RobotEnv, grasp_penalty: float) -> list[dict]:
 def mlp(in_dim: int, hidden_size: int, out_dim: int, layer_norm: bool) -> nn.Sequential:
     layers = []
     for width in (in_dim, hidden_size):
-        layers += [nn.Linear(width, hidden_size), *([nn.LayerNorm(hidden_size)] if layer_norm else []), nn.ReLU()]
+        norm = [nn.LayerNorm(hidden_size)] if layer_norm else []
+        layers += [nn.Linear(width, hidden_size), *norm, nn.ReLU(inplace=True)]
     return nn.Sequential(*layers, nn.Linear(hidden_size, out_dim))
 
 

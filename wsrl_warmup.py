@@ -638,7 +638,8 @@ def load_offline_data(args: Args, env: ControlEnv, specs) -> tuple[dict[str, np.
 def mlp(in_dim: int, hidden_size: int, out_dim: int, layer_norm: bool) -> nn.Sequential:
     layers = []
     for width in (in_dim, hidden_size):
-        layers += [nn.Linear(width, hidden_size), *([nn.LayerNorm(hidden_size)] if layer_norm else []), nn.ReLU()]
+        norm = [nn.LayerNorm(hidden_size)] if layer_norm else []
+        layers += [nn.Linear(width, hidden_size), *norm, nn.ReLU(inplace=True)]
     return nn.Sequential(*layers, nn.Linear(hidden_size, out_dim))
 
 
