@@ -228,6 +228,7 @@ class Args:
             check(0 < getattr(self, name) < math.inf, self, name, "a positive number")
         for name in not_negative.split():
             check(0 <= getattr(self, name) < math.inf, self, name, "0 or a positive number")
+        check(self.seed < 2**32, self, "seed", "less than 2**32")
         for name in ("gamma", "tau", "demo_ratio"):
             check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
         for name in ("buffer_size", "demo_buffer_size"):
@@ -239,6 +240,7 @@ class Args:
         only = f"left out with --env-id {self.env_id}: only the built-in environment has an expert"
         for name in ("num_demos", "intervention_steps", "create_data", "test"):
             check(self.built_in or not getattr(self, name), self, name, only)
+        check(not (self.create_data and self.test), self, "create_data", "left out with --test")
         check(self.algorithm == "sac" or self.num_demos or self.demo_paths, self, "algorithm", "sac without demos")
         check(not (self.built_in and self.render_size), self, "render_size", "0 in the built-in environment")
 
@@ -440,6 +442,8 @@ class RobotEnv:
             if not callable(getattr(module, name, None)):
                 fail(f"--env-id {args.env_id}: {path} has no class {name!r}")
             self.env = getattr(module, name)(list(args.image_keys or ("image",)), ActionLayout.SIZES[args.setup_mode])
+            if missing := [method for method in ("reset", "step") if not hasattr(self.env, method)]:
+                fail(f"--env-id {args.env_id}: {name} has no method {missing[0]}()")
         else:
             self.env = self.make(args)
         space = getattr(self.env, "action_space", None)
@@ -468,8 +472,10 @@ class RobotEnv:
         except gym.error.Error as error:
             hint = "; Fetch needs: pip install gymnasium-robotics 'mujoco<3.12'" if "Fetch" in args.env_id else ""
             fail(f"--env-id {args.env_id} cannot be made: {str(error).splitlines()[0]}{hint}")
-        except (ImportError, ModuleNotFoundError) as error:
+        except ImportError as error:
             fail(f"--env-id {args.env_id} cannot be made: {error}")
+        except TypeError as error:  # not every environment can be told the size of its picture
+            fail(f"--env-id {args.env_id} cannot be made with --render-size {args.render_size}: {error}")
 
     def observe(self, raw) -> dict[str, np.ndarray]:
         raw = raw if isinstance(raw, dict) else {"observation": raw}
@@ -518,7 +524,7 @@ class RobotEnv:
         success = bool(info.get("is_success", info.get("success", terminated and reward > 0)))
         human = info.get("intervene_action")
         if human is not None:
-            human = np.asarray(human.cpu() if isinstance(human, torch.Tensor) else human, np.float32)
+            human = np.asarray(human.detach().cpu() if isinstance(human, torch.Tensor) else human, np.float32)
             if human.shape != executed.shape or not np.isfinite(human).all():
                 problem = f"shape {human.shape}" if human.shape != executed.shape else "a value that is not finite"
                 fail(f'info["intervene_action"] has {problem}: {executed.shape} finite numbers are needed', code=1)
@@ -626,10 +632,11 @@ def read_demos(path: str, env: RobotEnv, grasp_penalty: float) -> list[dict]:
                 columns = {name: file[name] for name in file.files}
         except Exception as error:  # missing, cut off, or holding objects
             fail(f"demo file {path} is refused: {(str(error) or repr(error)).splitlines()[0]}")
-        if len({len(column) if column.ndim else -1 for column in columns.values()}) != 1:
+        lengths = {len(column) if column.ndim else 0 for column in columns.values()}
+        if len(lengths) != 1 or 0 in lengths:
             fail(f"demo file {path}: its arrays {list(columns)} must have one length, the number of transitions")
         transitions = []
-        for i in range(len(next(iter(columns.values())))):
+        for i in range(lengths.pop()):
             transition = {"observations": {}, "next_observations": {}}
             for name, column in columns.items():
                 head, _, key = name.partition("/")  # observations/image
@@ -906,9 +913,10 @@ def check_memory(args: Args, obs_spec: dict):
     needed = (args.buffer_size + args.demo_buffer_size) * frame
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > 0.9 * memory:
-        fits = int(0.9 * memory / frame) - args.demo_buffer_size
+        smaller, larger = sorted(("buffer_size", "demo_buffer_size"), key=lambda name: getattr(args, name))
+        fits = max(0, int(0.9 * memory / frame) - getattr(args, smaller))
         sizes = f"{needed / 1e9:.1f} GB of frames do not fit into {memory / 1e9:.1f} GB of memory"
-        fail(f"--buffer-size {args.buffer_size} is not allowed: {sizes}, it must be at most {max(fits, 0)}")
+        check(False, args, larger, f"at most {fits}: {sizes}")
 
 
 def split_batch(batch_size: int, num_online: int, num_demo: int, demo_ratio: float) -> tuple[int, int]:
@@ -1610,14 +1618,23 @@ def newest_checkpoint(args: Args) -> Path | None:
     return None
 
 
+def check_folder(option: str, folder: Path):
+    """A folder that cannot be made is found now, not when the first checkpoint is due."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"--{option} {folder} is not allowed: {there} is not a folder that can be written to")
+
+
 def check_same_run(args: Args, saved: dict, path: Path):
     """A resumed run may be longer or log more often; whatever else differs would make it another run."""
     free = "run_dir save_dir resume max_steps save_every save_buffers device num_threads log_interval track".split()
     free += ["wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
     for name, value in asdict(args).items():
-        if name not in free and saved.get(name) != value:
+        if name not in saved:
+            fail(f"--resume {path} is not a checkpoint of this script: it has no {name}")
+        if name not in free and saved[name] != value:
             option = f"--{name.replace('_', '-')} {value}"
-            fail(f"{option} is not allowed: it must be {saved.get(name)} as in the checkpoint {path}")
+            fail(f"{option} is not allowed: it must be {saved[name]} as in the checkpoint {path}")
 
 
 def cut_back(path: Path, global_step: int):
@@ -1634,10 +1651,14 @@ def create_test_data(args: Args) -> list[str]:
     for name, num_demos in (("success", args.num_demos or 50), ("failure", 5)):
         paths.append(f"test_data/{name}_demo.pkl")
         transitions = make_demos(args, num_demos, args.seed, success=name == "success")
+        temporary = Path(paths[-1] + ".tmp")
         try:
-            Path("test_data").mkdir(exist_ok=True)
-            Path(paths[-1]).write_bytes(pickle.dumps(transitions))
+            temporary.parent.mkdir(exist_ok=True)
+            temporary.write_bytes(pickle.dumps(transitions))
+            os.replace(temporary, paths[-1])  # whole or not at all
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             fail(f"cannot write {paths[-1]}: {error.strerror}", code=1)
         print(f"{paths[-1]}: {num_demos} episodes, {len(transitions)} transitions, {args.setup_mode}")
     return paths
@@ -1676,7 +1697,7 @@ def main(args: Args) -> dict[str, float]:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     checkpoint_path = newest_checkpoint(args)
     saved = load_checkpoint(checkpoint_path) if checkpoint_path and rank == 0 else None
-    if saved and "run_dir" not in saved:
+    if saved is not None and not (isinstance(saved, dict) and "run_dir" in saved):
         fail(f"--resume {checkpoint_path} holds a policy, not a run: a checkpoint_*.pth is needed")
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
@@ -1685,6 +1706,8 @@ def main(args: Args) -> dict[str, float]:
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     if rank == 0 and args.resume and not saved:
         cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
+    for name, folder in (("run-dir", run_dir), ("save-dir", save_dir)):
+        check_folder(name, folder)
     device = pick_device(args.device)
     env = RobotEnv(args)  # for evaluation: no human in it
     layout, image_keys = env.layout, [key for key in env.obs_spec if key != "state"]

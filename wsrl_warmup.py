@@ -262,6 +262,7 @@ class Args:
         shares = "gamma tau initial_offline_ratio offline_decay_rate min_offline_ratio retention_ratio priority_alpha"
         for name in (shares + " priority_beta").split():
             check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
+        check(self.seed < 2**32, self, "seed", "less than 2**32")
         for name in ("dropout", "holdout_ratio"):
             check(0 <= getattr(self, name) < 1, self, name, "0 or more and less than 1")
         check(self.target_entropy is None or math.isfinite(self.target_entropy), self, "target_entropy", "a number")
@@ -271,6 +272,8 @@ class Args:
         check(self.retention_ratio > 0 or self.min_offline_ratio == 0, self, "retention_ratio", floor)
         floor = f"at most --initial-offline-ratio {self.initial_offline_ratio}"
         check(self.min_offline_ratio <= self.initial_offline_ratio, self, "min_offline_ratio", floor)
+        unused = self.stage == "online" or not (self.offline_steps or self.retention_ratio)
+        check(not (unused and self.offline_data), self, "offline_data", "left out: no part of this run reads it")
         if self.stage != "both":
             check(self.checkpoint_path is not None, self, "checkpoint_path", f"a file with --stage {self.stage}")
             kept = f"a file with --stage {self.stage} and --retention-ratio {self.retention_ratio}"
@@ -373,7 +376,10 @@ def make_sources(args: Args, env: ControlEnv, folder: Path) -> list[str]:
     """demos, suboptimal and random .npz; a file that is there is kept, so a killed run continues with the same data."""
     script = {"MountainCarContinuous-v0": pump_up, "Pendulum-v1": swing_up}.get(args.env_id)
     experts = {"demos": script, "suboptimal": script, "random": None}
-    if script is None and not all((folder / f"{name}.npz").exists() for name in experts):
+    complete = all((folder / f"{name}.npz").exists() for name in experts)
+    if not complete:
+        check_folder("data-dir", folder)
+    if script is None and not complete:
         print(f"no script for {args.env_id}: {args.data_steps} steps of SAC make the demos", flush=True)
         half = max(1, args.data_steps // 2)
         with tempfile.TemporaryDirectory() as run, contextlib.redirect_stdout(io.StringIO()):
@@ -416,7 +422,8 @@ def write_npz(path: Path, columns: dict):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         fail(f"cannot write {path}: {error.strerror}", code=1)
 
 
@@ -543,7 +550,7 @@ def read_source(path: str, env: ControlEnv) -> dict[str, np.ndarray]:
         raw["terminations"] = np.asarray(raw["masks"]) == 0
     if "dones" in raw and "truncations" not in raw:
         raw["truncations"] = (np.asarray(raw["dones"]) != 0) & ~(np.asarray(raw.get("terminations", False)) != 0)
-    size, columns = len(raw.get("rewards", ())), {}
+    columns, size = {}, max((len(np.atleast_1d(raw[name])) for name in DATA_COLUMNS if name in raw), default=0)
     shapes = dict(zip(DATA_COLUMNS, ((env.obs_dim,), (env.action_dim,), (), (env.obs_dim,), (), ()), strict=True))
     for name, shape in shapes.items():
         if name not in raw:
@@ -600,6 +607,8 @@ def load_offline_data(args: Args, env: ControlEnv, specs) -> tuple[dict[str, np.
             path, weight = (head, float(tail)) if head and math.isfinite(float(tail)) else (path, weight)
         if not weight > 0:
             fail(f"--offline-data {spec} is not allowed: the weight must be a positive number")
+        if not path:
+            fail(f"--offline-data {spec} is not allowed: it must be [name=]path[:weight]")
         sources.setdefault(name, []).append((read_source(path, env), weight))
     for name, files in sources.items():
         for columns, weight in files:
@@ -858,6 +867,13 @@ class PrioritizedReplayBuffer(UniformReplayBuffer):
         if self.size:
             self.set_priorities(np.arange(self.size), state["priorities"].numpy())
         self.max_priority = state["max_priority"]
+
+
+def check_rows(args: Args, env: ControlEnv):
+    """Columns are filled lazily: without this a run would be killed hours later."""
+    row = 4 * (2 * env.obs_dim + env.action_dim + 5) + 16  # float32 columns, and a priority in its tree
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    check(args.buffer_size * row <= 0.9 * memory, args, "buffer_size", f"at most {int(0.9 * memory / row)}, for memory")
 
 
 def make_buffer(args: Args, env: ControlEnv, capacity: int) -> UniformReplayBuffer:
@@ -1509,14 +1525,23 @@ def newest_checkpoint(args: Args) -> Path | None:
     return None
 
 
+def check_folder(option: str, folder: Path):
+    """A folder that cannot be made is found now, not when the first checkpoint is due."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"--{option} {folder} is not allowed: {there} is not a folder that can be written to")
+
+
 def check_same_run(args: Args, saved: dict, path: Path):
     """A resumed run may be longer or log more often; whatever else differs would make it another run."""
     free = "run_dir save_dir resume max_steps save_every save_buffers device num_threads log_interval track".split()
     free += ["wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
     for name, value in asdict(args).items():
-        if name not in free and saved.get(name) != value:
+        if name not in saved:
+            fail(f"--resume {path} is not a checkpoint of this script: it has no {name}")
+        if name not in free and saved[name] != value:
             option = f"--{name.replace('_', '-')} {value}"
-            fail(f"{option} is not allowed: it must be {saved.get(name)} as in the checkpoint {path}")
+            fail(f"{option} is not allowed: it must be {saved[name]} as in the checkpoint {path}")
 
 
 def cut_back(path: Path, global_step: int):
@@ -1538,6 +1563,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
     shared = f"a multiple of the {world_size} processes"
     check(args.batch_size % world_size == 0, args, "batch_size", shared)
     env = ControlEnv(args.env_id)
+    check_rows(args, env)
     if args.make_data:
         folder = Path(args.data_dir or f"data/{args.env_id}")
         for line in load_offline_data(args, env, make_sources(args, env, folder))[1]:
@@ -1548,24 +1574,32 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
         dist.broadcast_object_list(started)
     checkpoint_path = newest_checkpoint(args)
     saved = load_checkpoint(checkpoint_path) if checkpoint_path else None
-    if saved and "run_dir" not in saved:
+    if saved is not None and not (isinstance(saved, dict) and "run_dir" in saved):
         fail(f"--resume {checkpoint_path} holds a policy, not a run: a checkpoint_*.pth is needed")
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{started[0]}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
     if rank == 0 and not args.resume and (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
+    for name, folder in (("run-dir", run_dir), ("save-dir", save_dir)):
+        check_folder(name, folder)
+    for name in ("checkpoint_path", "filtered_data_path") if args.stage != "online" else ():
+        if getattr(args, name) is not None:
+            check(not Path(getattr(args, name)).is_dir(), args, name, "a file, not a folder")
+            check_folder(name.replace("_", "-"), Path(getattr(args, name)).parent)
     if saved:
         check_same_run(args, saved["args"], checkpoint_path)
     elif args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
     handed_over = load_checkpoint(Path(args.checkpoint_path)) if args.stage == "online" and not saved else None
     fixed = ("env_id", "offline_steps", "reward_scale", "gamma", "hidden_size", "num_critics", "layer_norm", "dropout")
-    if handed_over and handed_over.get("step") != handed_over["args"]["offline_steps"]:
-        fail(f"--checkpoint-path {args.checkpoint_path} is not what --stage offline leaves there")
-    for name in fixed if handed_over else ():
-        same = f"{handed_over['args'][name]} as in {args.checkpoint_path}"
-        check(getattr(args, name) == handed_over["args"][name], args, name, same)
+    if handed_over is not None:
+        theirs = handed_over.get("args", {}) if isinstance(handed_over, dict) else {}
+        if "offline_steps" not in theirs or handed_over.get("step") != theirs["offline_steps"]:
+            fail(f"--checkpoint-path {args.checkpoint_path} is not what --stage offline leaves there")
+        for name in fixed:
+            same = f"{theirs[name]} as in {args.checkpoint_path}"
+            check(getattr(args, name) == theirs[name], args, name, same)
     options = "hidden_size layer_norm dropout num_critics num_sampled_critics lr gamma tau init_alpha target_entropy"
     options = {name: getattr(args, name) for name in (options + " backup_entropy cql_num_actions seed").split()}
     bounds = dict(action_low=env.low, action_high=env.high)

@@ -79,6 +79,9 @@ def test_npz(tmp_path, capsys):
     refused(tmp_path / "short.npz", capsys)
     (tmp_path / "cut.npz").write_bytes((tmp_path / "demo.npz").read_bytes()[:3000])
     refused(tmp_path / "cut.npz", capsys)
+    for name, columns in (("scalars", dict(actions=np.float32(1))), ("nothing", {}), ("none", dict(actions=[]))):
+        np.savez(tmp_path / f"{name}.npz", **columns)
+        refused(tmp_path / f"{name}.npz", capsys, "one length")
 
 
 def test_masks_and_penalty_are_filled_in(tmp_path):

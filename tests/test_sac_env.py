@@ -101,7 +101,9 @@ class ScriptedHuman:
     def step(self, action):
         info = {}
         if self.t in (3, 4, 7):
-            info["intervene_action"] = torch.full((self.dim,), -2.0) if self.t == 4 else np.full(self.dim, -0.75)
+            info["intervene_action"] = np.full(self.dim, -0.75)
+            if self.t == 4:  # straight from a network
+                info["intervene_action"] = torch.full((self.dim,), -2.0, requires_grad=True)
         self.t += 1
         obs = {"image": np.full((8, 8, 3), 100 + self.t, np.uint8), "state": np.full(2, self.t, np.float32)}
         return obs, 0.0, False, self.t == 10, info
@@ -273,6 +275,8 @@ BAD = [
     (dict(buffer_size=1), "--buffer-size 1"),
     (dict(env_id="Pendulum-v1", num_demos=5), "--num-demos 5"),
     (dict(algorithm="bc", num_demos=0), "--algorithm bc"),
+    (dict(seed=2**32), "--seed 4294967296"),
+    (dict(create_data=True, test="quick"), "--create-data True"),
 ]
 
 
@@ -292,7 +296,22 @@ LATE = [
     (dict(demo_paths=("missing.pkl",)), "missing.pkl"),
     (dict(resume="missing.pth"), "missing.pth"),
     (dict(demo_buffer_size=10), "--demo-buffer-size 10"),
+    (dict(demo_buffer_size=10**11), "--demo-buffer-size 100000000000"),  # not --buffer-size, which is small
+    (dict(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper", render_size=64), "--render-size 64"),
+    (dict(env_id=f"{__file__}:MODES"), "has no class 'MODES'"),
+    (dict(env_id=f"{__file__}:Unfinished"), "Unfinished has no method step()"),
+    (dict(run_dir=__file__), f"--run-dir {__file__}"),
+    (dict(run_dir=f"{__file__}/below"), f"--run-dir {__file__}/below"),
+    (dict(save_dir=__file__), f"--save-dir {__file__}"),  # found before training, not at the first save
 ]
+
+
+class Unfinished:
+    def __init__(self, image_keys, action_dim):
+        pass
+
+    def reset(self):
+        return np.zeros(3), {}
 
 
 @pytest.mark.parametrize(("options", "word"), LATE)

@@ -199,6 +199,13 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(Args(**TINY, resume=str(tmp_path / "run/checkpoints/final_model.pth")))
     assert "final_model.pth holds a policy, not a run" in capsys.readouterr().err
+    foreign = {"tensor": torch.zeros(3), "other": dict(run_dir="x", args=dict(seed=1))}
+    for name, words in (("tensor", "not a run"), ("other", "is not a checkpoint of this script")):
+        torch.save(foreign[name], tmp_path / f"{name}.pth")
+        with pytest.raises(SystemExit) as end:
+            main(Args(**TINY, resume=str(tmp_path / f"{name}.pth")))
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and words in err and err.count("\n") == 1, err
 
 
 def test_resume_checks_what_it_continues(tmp_path, capsys):

@@ -115,7 +115,7 @@ def test_other_names(tmp_path):
         (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards", "row 2", "not finite"]),
         (dict(next_obs=np.full((6, 3), np.inf)), ["next_obs", "row 0", "not finite"]),
         (dict(actions=np.array(["a"] * 6)[:, None]), ["actions"]),
-        (dict(rewards=np.zeros(5)), ["(6, 3)"]),
+        (dict(rewards=np.zeros(5)), ["rewards", "(5,)", "(6,)"]),
     ],
 )
 def test_wrong_columns_end_in_one_line(tmp_path, capsys, others, words):
@@ -140,6 +140,7 @@ def test_unreadable_files_end_in_one_line(tmp_path, capsys):
     save(tmp_path / "objects.npz", walk(rewards=np.array([object()] * 6)))
     refused(capsys, tmp_path / "objects.npz", "refused")
     refused(capsys, f"{path}:-1", "positive")
+    refused(capsys, save(tmp_path / "scalar.npz", walk(rewards=np.float32(1))), "rewards", "shape ()")
 
 
 def test_minari_names_its_package_or_reads(capsys):

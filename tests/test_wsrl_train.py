@@ -164,7 +164,12 @@ def test_two_commands_are_one_run(tmp_path, data):
 def test_stage_two_checks_what_it_gets(tmp_path, data, capsys):
     hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), filtered_data_path=str(tmp_path / "kept.npz"))
     run(tmp_path / "first", data, stage="offline", **hand)
+    torch.save({"step": 3, "args": {"seed": 1}}, tmp_path / "foreign.pth")
+    torch.save(torch.zeros(3), tmp_path / "tensor.pth")
     for own, words in (
+        (dict(checkpoint_path=str(tmp_path / "foreign.pth")), "foreign.pth is not what"),
+        (dict(checkpoint_path=str(tmp_path / "tensor.pth")), "tensor.pth is not what"),
+        (dict(offline_data=("a.npz",)), "--offline-data"),
         (dict(hidden_size=32), "--hidden-size 32"),
         (dict(checkpoint_path="absent.pth"), "absent.pth"),
         (dict(filtered_data_path="absent.npz"), "absent.npz"),
@@ -442,6 +447,15 @@ def test_normalised_by_the_offline_statistics(tmp_path, data):
         (["--env-id", "Nope-v0"], ["--env-id Nope-v0"]),
         (["--env-id", "CartPole-v1"], ["--env-id CartPole-v1", "actions"]),
         (["--offline-data", "demos=absent.npz"], ["absent.npz"]),
+        (["--offline-data", "demos="], ["--offline-data demos=", "[name=]path[:weight]"]),
+        (["--preset", "scratch", "--offline-data", "a.npz"], ["--offline-data", "a.npz", "left out"]),
+        (["--buffer-size", str(10**12)], ["--buffer-size 1000000000000", "at most"]),
+        (["--seed", str(2**32)], ["--seed 4294967296", "less than"]),
+        (["--run-dir", f"{__file__}/below"], [f"--run-dir {__file__}/below"]),
+        (["--save-dir", __file__], [f"--save-dir {__file__}"]),
+        (["--data-dir", __file__], [f"--data-dir {__file__}"]),
+        (["--checkpoint-path", str(ROOT)], [f"--checkpoint-path {ROOT}", "a file"]),
+        (["--filtered-data-path", f"{__file__}/kept.npz"], [f"--filtered-data-path {__file__}"]),
     ],
 )
 def test_bad_input_ends_in_one_line(flags, words, tmp_path, monkeypatch, capsys):
