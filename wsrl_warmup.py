@@ -89,6 +89,11 @@ PAPERS = {  # what a run is compared with when it lists its departures; the crit
     "wsrl": PRESETS["wsrl"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
     "rlpd": PRESETS["rlpd"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
 }
+DESIGN = dict(  # the document's own values, for the preset of that name
+    offline_steps=50_000, initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, demo_weight=2.0,
+    success_weight_bonus=1.5, retention_ratio=0.2, use_prioritized_replay=True, priority_alpha=0.6, priority_beta=0.4,
+    online_cql_alpha=0.0,
+)  # fmt: skip
 SOURCE_WEIGHTS = {"suboptimal": 1.0, "random": 0.5}  # demos: --demo-weight; any other name: 1
 
 
@@ -225,7 +230,7 @@ class Args:
     priority_alpha: float = 0.6
     """0: uniform, 1: in proportion to the priority"""
     priority_beta: float = 0.4
-    """how much of the sampling bias the weights undo, 0 to 1"""
+    """how much of the sampling bias the weights undo at the start, 0 to 1; rises to 1 by the end of the run"""
 
     # logging
     eval_every: int | None = None
@@ -308,11 +313,11 @@ def parse_args(args_class):
         raise
 
 
-def departures(args: Args) -> list[str]:
-    """Where a run is not its paper: option, value, the paper's value."""
-    paper = PAPERS["rlpd" if args.preset == "rlpd" else "wsrl"]
-    differs = [(name, getattr(args, name), value) for name, value in paper.items() if getattr(args, name) != value]
-    return [f"{name} {value} (paper {theirs})" for name, value, theirs in differs]
+def departures(args: Args, source: dict | None = None) -> list[str]:
+    """Where a run is not its paper, or another source: option, value, the value there."""
+    word, source = ("there", source) if source else ("paper", PAPERS["rlpd" if args.preset == "rlpd" else "wsrl"])
+    differs = [(name, getattr(args, name), value) for name, value in source.items() if getattr(args, name) != value]
+    return [f"{name} {value} ({word} {theirs})" for name, value, theirs in differs]
 
 
 # --- task ---
@@ -1671,6 +1676,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
     print(f"preset {args.preset}: {table}")
     paper = "RLPD (2302.02948)" if args.preset == "rlpd" else "WSRL (2412.07762)"
     print(f"departures from the paper, {paper}: {'; '.join(departures(args)) or 'none'}", flush=True)
+    if args.preset == "design":  # why: see PRESETS
+        print(f"departures from the design document: {'; '.join(departures(args, DESIGN)) or 'none'}", flush=True)
 
     def go_online():
         """Keep what is worth keeping; the arrays of the rest are released."""
