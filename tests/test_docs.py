@@ -121,9 +121,10 @@ def test_diff_counts_in_the_readme(name):
     assert kept >= 95
 
 
-def test_lines_of_the_root_script():
-    row = re.search(r"^\| \[`ppo\.py`\].*$", README, re.M)[0]
-    assert f"| {len((ROOT / 'ppo.py').read_text().splitlines())} |" in row
+@pytest.mark.parametrize("name", ["ppo", "sac_hybrid", "wsrl_warmup"])
+def test_lines_of_a_root_script(name):
+    row = re.search(rf"^\| \[`{name}\.py`\].*$", README, re.M)[0]
+    assert f"| {len((ROOT / f'{name}.py').read_text().splitlines())} |" in row
 
 
 def test_default_task_table_is_the_raw_data():

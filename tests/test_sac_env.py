@@ -11,15 +11,18 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+import sac_hybrid
 from sac_hybrid import (
     ActionLayout,
     Args,
     BarWorld,
     FrameBuffer,
     Link,
+    Policy,
     Robot,
     RobotEnv,
     SACHybridAgent,
+    load_checkpoint,
     main,
     parse_args,
 )
@@ -193,6 +196,9 @@ def test_stay_holds_the_last_command(tmp_path):
     env.env.step = real
     act(0)
     assert env.env.seen[6:] == [1, -1], "the human closed it: stay keeps it closed"
+    env.reset(0)
+    act(0)
+    assert env.env.seen[-1] == 0, "a new episode holds nothing"
 
 
 def test_a_robot_that_exists_once(tmp_path):
@@ -239,6 +245,75 @@ def test_augmentation_ten_critics_and_state_only(tmp_path):
     assert main(Args(**options))["buffer/demo_rows"] == 8
 
 
+def test_what_reaches_an_update(tmp_path, monkeypatch):
+    """cta_ratio 3: two critic-only updates, then a full one, each on a fresh batch, both frames shifted."""
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    seen, update = [], SACHybridAgent.update
+
+    def watch(self, batch, full):
+        seen.append((full, batch["rewards"].sum() + batch["actions"].sum(), batch["obs"], batch["next_obs"]))
+        return update(self, batch, full)
+
+    monkeypatch.setattr(SACHybridAgent, "update", watch)
+    monkeypatch.setattr(sac_hybrid, "random_shift", lambda images, pad, rng: torch.full_like(images, pad))
+    main(Args(**TINY | dict(max_steps=26, cta_ratio=3, augment_pad=2), run_dir=str(tmp_path / "run")))
+    assert [full for full, *_ in seen] == [False, False, True] * 4
+    assert len({float(batch) for _, batch, *_ in seen}) == 12
+    for *_, obs, next_obs in seen:
+        assert (obs["image"] == 2).all() and (next_obs["image"] == 2).all()
+
+
+def test_the_human_withdraws(tmp_path, monkeypatch):
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    seen, reset = [], Robot.reset
+    monkeypatch.setattr(Robot, "reset", lambda self: (seen.append((steps[-1], self.probability)), reset(self))[1])
+    steps, step = [], Robot.step
+    monkeypatch.setattr(Robot, "step", lambda self, at: (steps.append(at), step(self, at))[1])
+    main(Args(**TINY | dict(max_steps=70, intervention_steps=50), run_dir=str(tmp_path / "run")))
+    assert seen[0] == (0, 1.0) and seen[-1][1] == 0.0 and len({p for _, p in seen}) > 2
+    assert [p for _, p in seen] == pytest.approx([max(0.0, 1 - at / 50) for at, _ in seen])
+    seen.clear()
+    main(Args(**TINY | dict(intervention_steps=0), run_dir=str(tmp_path / "alone")))
+    assert {p for _, p in seen} == {0.0}
+
+
+def test_random_steps_come_before_the_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    calls, act = [], Policy.act
+    monkeypatch.setattr(Policy, "act", lambda self, obs, rng=None: (calls.append(rng), act(self, obs, rng))[1])
+    main(Args(**TINY | dict(random_steps=25), run_dir=str(tmp_path / "run")))
+    assert sum(rng is not None for rng in calls) == 40 - 25  # without: evaluation
+
+
+def test_every_episode_starts_with_open_grippers():
+    args = Args()
+    robot = Robot(args, SACHybridAgent(["image"], 6, 3, state_dim=7, hidden_size=8).policy, env=RobotEnv(args))
+    robot.reset()
+    assert robot.note_gripper(np.float32([0] * 6 + [-1])) == 1 and robot.closed.all()
+    robot.reset()
+    assert robot.note_gripper(np.float32([0] * 6 + [-1])) == 1
+
+
+def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    rates, asked = iter([0.5, 0.9, 0.1]), []
+
+    def score(policy, env, first_seed, num_episodes):
+        asked.append((first_seed, num_episodes))
+        rate = next(rates) if first_seed == 10_000 else 0.3
+        return {"eval/success_rate": rate, "eval/episodic_return": rate, "eval/episodic_length": 1.0}
+
+    monkeypatch.setattr(sac_hybrid, "evaluate_policy", score)
+    options = TINY | dict(eval_every=20, log_interval=10, eval_episodes=3, report_episodes=7)
+    main(Args(**options | dict(max_steps=20), run_dir=str(tmp_path / "run")))
+    asked.clear()
+    metrics = main(Args(**options, run_dir=str(tmp_path / "run"), resume="auto"))  # the best so far is remembered
+    assert asked == [(10_000, 3), (20_000, 7)] and metrics["eval/success_rate"] == 0.3
+    files = [load_checkpoint(tmp_path / "run/checkpoints" / name) for name in ("checkpoint_20.pth", "final_model.pth")]
+    best, final = (file["agent"]["networks"] for file in files)
+    assert all(torch.equal(best[name], final[name]) for name in best)
+
+
 def test_same_seed_same_numbers(tmp_path):
     runs = [main(Args(**TINY, seed=seed, run_dir=str(tmp_path / str(i)))) for i, seed in enumerate((3, 3, 4))]
     clocks = ("SPS", "UPS", "time/")
@@ -246,8 +321,19 @@ def test_same_seed_same_numbers(tmp_path):
     assert runs[0] == runs[1] != runs[2]
 
 
+def full_disk(path, data):
+    with open(path, "wb") as file:
+        file.write(data[:100])
+    raise OSError(28, "No space left on device")
+
+
 def test_create_data_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(Path, "write_bytes", full_disk)
+        main(Args(create_data=True, num_demos=4))
+    assert end.value.code == 1 and not list(Path("test_data").iterdir())
+    assert "test_data/success_demo.pkl: No space left" in capsys.readouterr().err
     assert main(Args(create_data=True, num_demos=4)) == {}
     assert {path.name for path in Path("test_data").iterdir()} == {"success_demo.pkl", "failure_demo.pkl"}
     paths = ("test_data/success_demo.pkl", "test_data/failure_demo.pkl")
@@ -257,6 +343,15 @@ def test_create_data_trains(tmp_path, monkeypatch, capsys):
         main(Args(**TINY, demo_paths=paths, setup_mode="single-arm-fixed-gripper", run_dir="other"))
     assert "lacks" in (err := capsys.readouterr().err) or "expected" in err
     assert not Path("other").exists()  # nothing is written by a run that fails its checks
+
+
+def test_full_test_makes_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    metrics = main(Args(**TINY, test="full", run_dir="run"))
+    assert {path.name for path in Path("test_data").iterdir()} == {"success_demo.pkl", "failure_demo.pkl"}
+    assert json.loads(Path("run/args.json").read_text())["demo_paths"] == ["test_data/success_demo.pkl"]
+    assert metrics["charts/updates"] == 40 and metrics["buffer/demo_size"] >= 12
 
 
 def test_quick_test(capsys):

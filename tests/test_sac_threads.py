@@ -187,6 +187,45 @@ def test_resume_after_sigkill_is_the_uninterrupted_run(tmp_path, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
 
 
+@pytest.mark.parametrize("own", [dict(augment_pad=2, random_steps=45), dict(publish_every=7)])
+def test_resume_continues_every_random_number(own, tmp_path, monkeypatch):
+    """Stopped while it acts at random and shifts images, or while the actor has older weights than the learner."""
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    options = TINY | own
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    main(Args(**options | dict(max_steps=30), run_dir=str(tmp_path / "run")))
+    main(Args(**options, run_dir=str(tmp_path / "run"), resume="auto"))
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    states = [load_checkpoint(tmp_path / name / "checkpoints" / "checkpoint_60.pth") for name in ("run", "whole")]
+    weights = [state["agent"]["networks"] for state in states]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(("name", "late"), [("buffers_40", False), ("checkpoint_40", False), ("checkpoint_40", True)])
+def test_a_kill_inside_a_save_leaves_the_last_checkpoint(name, late, tmp_path, monkeypatch):
+    """Before the rename of either file, and between that of the checkpoint and the end of the old buffers."""
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    options, replace = TINY | dict(save_every=20, eval_episodes=0, report_episodes=0), os.replace
+
+    def dying(source, target):
+        if not late and name in str(target):
+            raise Killed
+        replace(source, target)
+        if name in str(target):
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", dying)
+        main(Args(**options, run_dir=str(tmp_path / "killed")))
+    main(Args(**options, run_dir=str(tmp_path / "killed"), resume="auto"))
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+
+
 def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path, capsys):
     main(Args(**TINY, run_dir=str(tmp_path / "whole")))
     (tmp_path / "run").mkdir()

@@ -66,8 +66,10 @@ def test_actor_loss_reaches_the_actor_alone():
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_grasp_penalty_moves_the_grasp_critic_only(full):
+@pytest.mark.parametrize("number", [0, 1])  # in every update, whichever comes first
+def test_grasp_penalty_moves_the_grasp_critic_only(full, number):
     plain, fined = make_agent(bc_weight=0.5), make_agent(bc_weight=0.5)
+    plain.updates = fined.updates = number
     batch = make_batch()
     plain_stats = plain.update(batch, full)
     fined_stats = fined.update(batch | {"grasp_penalty": torch.full((N,), -0.02)}, full)
@@ -93,6 +95,15 @@ def test_terminal_masks_bootstrap_and_truncation_keeps_it():
     assert agents[0].critic_losses(batch)[1] != agents[1].critic_losses(batch)[1]
 
 
+def test_next_features_of_the_targets_come_from_the_slow_encoder():
+    batch, agents = make_batch(), (make_agent(), make_agent())
+    with torch.no_grad():
+        for param in agents[1].critic_target[0].parameters():
+            param.add_(0.5)
+    assert agents[0].critic_losses(batch)[1] != agents[1].critic_losses(batch)[1]
+    assert agents[0].critic_losses(batch)[2] != agents[1].critic_losses(batch)[2]
+
+
 def test_entropy_in_the_backup_is_an_option():
     batch = make_batch()
     losses = {on: make_agent(backup_entropy=on, init_alpha=0.5).critic_losses(batch)[1] for on in (False, True)}
@@ -100,6 +111,24 @@ def test_entropy_in_the_backup_is_an_option():
     batch["masks"] = torch.zeros(N)
     losses = {on: make_agent(backup_entropy=on, init_alpha=0.5).critic_losses(batch)[1] for on in (False, True)}
     assert losses[False] == losses[True]
+
+
+def test_a_certain_policy_is_worth_less_with_entropy_in_the_backup():
+    batch, losses = make_batch() | {"rewards": torch.full((N,), 10.0)}, {}
+    for on in (False, True):
+        agent = make_agent(backup_entropy=on, init_alpha=0.1)
+        agent.qf.forward = agent.critic_target[1].forward = lambda features, actions: torch.zeros(2, N)
+        with torch.no_grad():
+            agent.policy.actor.net[-1].bias[6:] = -8.0  # log std: its density is far above 1
+        losses[on] = agent.critic_losses(batch)[1].item()
+    assert losses[False] == pytest.approx(100) and losses[True] < 80
+
+
+def test_the_actor_climbs_the_mean_of_the_critics():
+    agent, batch = make_agent(init_alpha=1e-6), make_batch()
+    agent.qf.forward = lambda features, actions: torch.tensor([1.0, 3.0])[:, None].expand(2, N)
+    features = agent.policy.encoder(batch["obs"]).detach()
+    assert agent.actor_losses(batch, features)[0].item() == pytest.approx(-2, abs=1e-3)
 
 
 def test_targets_follow_after_every_update():

@@ -56,8 +56,8 @@ def test_npz_reaches_the_buffer_unchanged(tmp_path):
 
 
 def test_truncation_bootstraps_and_termination_does_not(tmp_path):
-    columns, _ = load_offline_data(ARGS, ENV, [save(tmp_path / "a.npz", walk(truncations=np.arange(6) == 5))])
-    assert (columns["masks"] == 1).all()
+    columns, lines = load_offline_data(ARGS, ENV, [save(tmp_path / "a.npz", walk(truncations=np.arange(6) == 5))])
+    assert (columns["masks"] == 1).all() and "successes 0" in lines[0]  # cut off on its largest reward: no success
 
 
 def test_sources_files_and_weights(tmp_path):

@@ -1,5 +1,6 @@
 """wsrl_warmup.py: presets, whole runs, two stages as two commands, resume after a kill, what off means, bad input."""
 
+import gc
 import json
 import math
 import os
@@ -7,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -91,6 +94,9 @@ def test_departures_from_the_paper():
     assert departures(Args(preset="rlpd", **paper)) == []
     assert departures(Args(preset="wsrl", **paper | dict(utd_ratio=1))) == ["utd_ratio 1 (paper 4)"]
     assert "retention_ratio 0.5 (paper 0.0)" in departures(Args())
+    document = dict(env_id="Any-v0", retention_ratio=0.2, online_cql_alpha=0.0)
+    assert departures(Args(**document), wsrl_warmup.DESIGN) == []
+    assert departures(Args(env_id="Any-v0"), wsrl_warmup.DESIGN) == ["retention_ratio 0.5 (there 0.2)"]
 
 
 def test_the_objective_does_not_change_at_the_transition():
@@ -114,9 +120,10 @@ def test_every_preset_runs(preset, tmp_path, data, capsys):
     assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/episodic_return"] == rows(tmp_path / "run")[-1]["eval/episodic_return"]
+    out = capsys.readouterr().out
+    assert ("departures from the design document: " in out) == (preset == "design")
     if preset == "design":
         assert summary["retained_bytes"] == 0.5 * summary["offline_bytes"]  # memory is released, as measured
-    out = capsys.readouterr().out
     assert (
         f"preset {preset}: " in out and "departures from the paper, " in out and f"utd_ratio {TABLE[preset][8]}" in out
     )
@@ -191,7 +198,13 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("own", [{}, dict(preset="wsrl", warmup_rollout_steps=12), dict(dropout=0.1, obs_noise=0.1)])
+gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
+RUNS = [{}, dict(preset="wsrl", warmup_rollout_steps=12), dict(dropout=0.1, obs_noise=0.1)]
+RUNS += [dict(early_stop_patience=3, early_stop_every=4)]
+RUNS += [dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, online_steps=50, learning_starts=48)]
+
+
+@pytest.mark.parametrize("own", RUNS)
 def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
     """Offline, at the transition, in the frozen rollouts, inside an episode: checkpoints everywhere, kills between."""
     run(tmp_path / "whole", data, **own)
@@ -211,6 +224,30 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
         run(folder, data, **own, save_every=7, resume="auto")
         assert rows(folder) == rows(tmp_path / "whole")
         assert_same_state(last_state(folder), last_state(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(("name", "late"), [("checkpoint_14", False), ("checkpoint_14", True), ("kept.npz", True)])
+def test_a_kill_inside_a_save_leaves_the_last_checkpoint(name, late, tmp_path, data, monkeypatch):
+    own = dict(save_every=7, filtered_data_path=str(tmp_path / "kept.npz"), checkpoint_path=str(tmp_path / "warm.pth"))
+    replace = os.replace
+
+    def dying(source, target):
+        if not late and name in str(target):
+            raise Killed
+        replace(source, target)
+        if name in str(target):
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", dying)
+        run(tmp_path / "killed", data, **own)
+    run(tmp_path / "killed", data, **own, resume="auto")
+    left = load_checkpoint(tmp_path / "warm.pth"), dict(np.load(tmp_path / "kept.npz"))
+    run(tmp_path / "whole", data, **own)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert_same_state(last_state(tmp_path / "killed"), last_state(tmp_path / "whole"))
+    assert_same_state(left[0], load_checkpoint(tmp_path / "warm.pth"))  # what is handed over is the same, too
+    assert all((left[1][key] == column).all() for key, column in np.load(tmp_path / "kept.npz").items())
 
 
 def command(*flags):
@@ -310,6 +347,27 @@ def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data, 
     assert after["online_rb"]["columns"]["actions"].std() > 0
 
 
+def test_offline_arrays_are_released(tmp_path, data, monkeypatch):
+    """Not by a number in the summary: nobody holds the buffer any more once the first online step is taken."""
+    buffers, alive, make, step = [], [], wsrl_warmup.make_buffer, wsrl_warmup.Collector.step
+
+    def watch_make(*args):
+        rb = make(*args)
+        buffers.append(weakref.ref(rb))
+        return rb
+
+    def watch_step(self, random):
+        gc.collect()
+        alive.append(sum(rb() is not None for rb in buffers))
+        return step(self, random)
+
+    monkeypatch.setattr(wsrl_warmup, "make_buffer", watch_make)
+    monkeypatch.setattr(wsrl_warmup.Collector, "step", watch_step)
+    run(tmp_path / "wsrl", data, preset="wsrl", warmup_rollout_steps=30)
+    run(tmp_path / "design", data)
+    assert len(buffers) == 4 and set(alive[:30]) == {1} and set(alive[30:]) == {1}  # the online buffer of that run
+
+
 def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
     own = dict(initial_offline_ratio=0.0, min_offline_ratio=0.0)
     run(tmp_path / "clean", data, **own)
@@ -360,6 +418,74 @@ def test_weights_and_priorities_of_the_training_step(tmp_path, data, monkeypatch
     seen.clear()
     run(tmp_path / "sampling", data, online_steps=1, source_weight_in="sampling", use_prioritized_replay=False)
     assert all(critic is None and actor is None for _, critic, actor in seen)  # in the sampling, so not in the loss
+    run(tmp_path / "all", data, online_steps=1, source_weight_in="sampling", retention_ratio=1.0)
+    weights = last_state(tmp_path / "all")["offline_rb"]["columns"]["weights"]
+    assert weights.mean().item() == pytest.approx(1, abs=1e-5) and weights.std() > 0.1  # an online row's is 1
+
+
+def test_what_reaches_an_update(tmp_path, data, monkeypatch):
+    """Beta over the run, the conservative weight of each stage, the actor in the last update of a step."""
+    betas, updates = [], []
+    sample, update = wsrl_warmup.sample_mixed, wsrl_warmup.WarmupAgent.weighted_update
+
+    def watch_sample(buffers, split, beta, *rest):
+        betas.append(beta)
+        return sample(buffers, split, beta, *rest)
+
+    def watch_update(self, batch, weights, **options):
+        updates.append((options["full"], options["cql_alpha"]))
+        return update(self, batch, weights, **options)
+
+    monkeypatch.setattr(wsrl_warmup, "sample_mixed", watch_sample)
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "weighted_update", watch_update)
+    own = dict(utd_ratio=3, offline_objective="cql", cql_alpha=0.5, online_cql_alpha=0.25, obs_noise=0.1)
+    run(tmp_path / "run", data, **own, checkpoint_path=str(tmp_path / "warm.pth"))
+    assert [betas[0], betas[19], betas[20], betas[-1]] == pytest.approx([0.412, 0.64, 0.652, 1.0])
+    assert updates == [(True, 0.5)] * 20 + [(False, 0.25), (False, 0.25), (True, 0.25)] * 30
+    noise = [state["augment_rng"] for state in (load_checkpoint(tmp_path / "warm.pth"), last_state(tmp_path / "run"))]
+    assert torch.equal(*noise)  # observations are noisy offline only
+
+
+def test_rows_of_the_environment(tmp_path, data):
+    """A time limit keeps the value of its state; the learner's rewards are scaled; no return is known."""
+    own = dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, learning_starts=25)
+    for scale in (1.0, 0.1):
+        metrics = run(tmp_path / str(scale), data, **own, reward_scale=scale)
+        assert metrics["charts/episodes"] == 2 and metrics["charts/episodic_length"] == 11
+    one, tenth = (last_state(tmp_path / str(scale))["online_rb"]["columns"] for scale in (1.0, 0.1))
+    assert torch.allclose(tenth["rewards"][:25], 0.1 * one["rewards"][:25]) and one["rewards"].abs().min() > 0
+    assert (one["masks"] == 1).all() and (one["returns"] == -math.inf).all()
+    assert torch.equal(one["actions"][:25], tenth["actions"][:25]) and not torch.equal(one["actions"], tenth["actions"])
+    uniform = np.random.default_rng([1, 3]).uniform(-1, 1, 25).astype(np.float32)
+    assert one["actions"][:25, 0].tolist() == uniform.tolist()  # 25 at random, the 26th by the policy
+    assert one["actions"][25, 0] != np.random.default_rng([1, 3]).uniform(-1, 1, 26).astype(np.float32)[25]
+
+
+class Ends:
+    """Terminates at the third step, or is cut off there."""
+
+    action_dim, center, scale = 1, 0.0, 1.0
+
+    def __init__(self, terminated):
+        self.terminated = terminated
+
+    def reset(self, seed):
+        self.t = 0
+        return np.zeros(3, np.float32)
+
+    def step(self, action):
+        self.t += 1
+        ended = self.t == 3
+        return np.full(3, self.t, np.float32), 1.0, ended and self.terminated, ended and not self.terminated, False
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_only_a_termination_ends_the_value(terminated):
+    collector = wsrl_warmup.Collector(Ends(terminated), None, seed=1)
+    stored = [collector.step(random=True) for _ in range(4)]
+    assert [row["masks"] for row, _ in stored] == [1, 1, float(not terminated), 1]
+    assert stored[2][0]["next_obs"][0] == 3 and stored[3][0]["obs"][0] == 0  # the true last frame, then a new episode
+    assert [episode for _, episode in stored] == [None, None, (3.0, 3, False), None]
 
 
 def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
@@ -367,6 +493,9 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
 
     def judge(self, batch):
         assert len(batch["rewards"]) == 200  # one of the three episodes is held out
+        for name in ("obs", "next_obs"):  # normalised: undone, cosine and sine lie on the unit circle
+            circle = (batch[name] * self.policy.obs_std + self.policy.obs_mean)[:, :2]
+            assert torch.allclose(circle.norm(dim=1), torch.ones(200), atol=1e-3)
         kept.append(self.networks())
         return next(errors)
 
