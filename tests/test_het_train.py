@@ -150,6 +150,27 @@ def test_validation_successes_enter_only_on_demand(tmp_path, capsys):
     )
 
 
+def test_a_pool_file_with_a_validation_task_is_refused(tmp_path, capsys):
+    task = het.make_lock_world(het.Args(**TINY)).validation[0]
+    path = tmp_path / "pool"
+    path.write_text(json.dumps(dict(task_id=task.task_id, topic=task.topic, text="x")) + "\n")
+    fails(capsys, lambda: run(tmp_path / "run", experience_pool=str(path)), "line 1", f"validation task {task.task_id}")
+    assert not (tmp_path / "run").exists()
+    run(tmp_path / "leak", experience_pool=str(path), val_summarizer_save=True)
+
+
+def test_validation_is_guided_and_unguided_apart(tmp_path, monkeypatch):
+    collected = record(monkeypatch, "collect")
+    metrics = run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY))
+    _, jobs, *_ = collected[-1][0]
+    done = collected[-1][2]
+    assert [bool(job.experience) for job in jobs] == [False, True] * 6, "every held-out task both ways"
+    for guided, name in ((False, "unguided"), (True, "guided")):
+        found = [t.success for t in done if t.injected == guided]
+        assert metrics[f"eval/success_{name}"] == sum(found) / 6 and len(found) == 6
+    assert metrics["eval/success_rate"] == metrics["eval/success_unguided"]
+
+
 def test_tokens_that_were_not_sampled_carry_no_loss(tmp_path, monkeypatch):
     """Two-token turns: EOS is sampled or not; the environment's words never train."""
     calls = record(monkeypatch, "samples_to_dataproto")
@@ -188,6 +209,23 @@ def test_old_log_probs_of_stripped_samples(old, tmp_path, monkeypatch):
             torch.testing.assert_close(used, sampled, atol=1e-5, rtol=0)
 
 
+def test_truncated_importance_weights(tmp_path, monkeypatch):
+    """tis: a stripped token weighs min(pi_old(y|x) / pi_old(y|x,e), cap), the denominator being what was sampled."""
+    samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
+    options = dict(method="ei", off_policy_loss="tis", tis_cap=1.01, num_minibatches=1, num_iterations=1)
+    run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
+    trajectories, data = batches(samples)[0]
+    logprobs, weights_of = losses[1][0][1], losses[1][0][4]
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
+    found = []
+    for place, i in enumerate(order.tolist()):
+        t, trained = trajectories[i], data["loss_mask"][i].bool()
+        w = (logprobs[place][trained] - torch.tensor(t.sampler_logprobs)).exp().clamp(max=1.01) * t.injected
+        torch.testing.assert_close(weights_of[place][trained], w, atol=1e-4, rtol=0)
+        found += w.tolist() if t.injected else []
+    assert min(found) < 0.99 and max(found) == pytest.approx(1.01)
+
+
 def test_variants_of_the_off_policy_loss_do_something(tmp_path):
     finals = {}
     variants = dict(clip={}, shape=dict(off_policy_loss="shape"), tis=dict(off_policy_loss="tis"))
@@ -213,14 +251,16 @@ def test_masked_negatives_leave_loss_and_count(tmp_path, monkeypatch):
     assert off.any() and (advantages[off] >= 0).all() and num_tokens == trained.sum()
 
 
-def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stripped_loss, replay_loss", [("clip", "shape"), ("shape", "clip")])
+def test_each_kind_of_token_gets_its_surrogate(stripped_loss, replay_loss, tmp_path, monkeypatch):
     """On-policy, stripped and replayed tokens share one update; every trained token is in exactly one of the losses."""
     clipped, shaped = record(monkeypatch, "policy_loss"), record(monkeypatch, "shaped_loss")
     samples = record(monkeypatch, "samples_to_dataproto")
     options = dict(
         num_iterations=3, num_minibatches=1, clip_high=0.21, off_cliprange_high=0.77, clip_low=0.1, clip_c=5.0
     )
-    run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), shaping_beta=0.3, **options, **REPLAY)
+    options |= REPLAY | dict(off_policy_loss=stripped_loss, replay_loss=replay_loss, shaping_beta=0.3)
+    run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     shuffle, kinds = torch.Generator().manual_seed(2), torch.zeros(3)
     for i, (_, data) in enumerate(batches(samples)):
         order = torch.randperm(16, generator=shuffle)
@@ -231,7 +271,8 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
         mask = data["loss_mask"][order].bool()
         exp, replay = data["exp_mask"][order].bool()[mask], data["replay_mask"][order].bool()[mask]
         weights_of = [call[0][4][mask] for call in (on, off, shaped[i])]
-        for weight, expected in zip(weights_of, (~exp, exp & ~replay, replay), strict=True):
+        shapes = replay if replay_loss == "shape" else exp & ~replay
+        for weight, expected in zip(weights_of, (~exp, exp & ~shapes, shapes), strict=True):
             assert torch.equal(weight, expected.float())
         assert on[0][5] == off[0][5] == shaped[i][0][5] == mask.sum(), "one token count for all"
         kinds += torch.tensor([w.sum() for w in weights_of])
@@ -361,6 +402,84 @@ def test_retirement(retire, tmp_path, monkeypatch):
     assert [row["replay/trajectories"] > 0 for row in rows] == [not retire] * 3
     for row in rows:  # 3 of 3 beside a replayed one is solved, too
         assert sum(row[f"replay/bucket_{s}"] for s in range(4)) == 0 and (row["replay/bucket_4"] > 0) != retire
+
+
+def test_retired_tasks_are_not_drawn(tmp_path, monkeypatch):
+    """Two families are solved at once, the third never: after a pass the batches are made of the third."""
+    step = lambda self, action: ("open", 1.0, True) if self.name != "amber" else ("jam 0", 0.0, False)  # noqa: E731
+    monkeypatch.setattr(het.LockEnv, "step", step)
+    collected = record(monkeypatch, "collect")
+    run(tmp_path / "run", **REPLAY | dict(retire_solved=True, method="baseline", num_iterations=6, eval_every=0))
+    names = [{job.task.topic for job in a[1]} for a, _, _ in collected if a[6].isdigit()]
+    assert len(names) == 6 and names[0] != {"amber"}
+    assert names[3:] == [{"amber"}] * 3, "12 tasks, 4 in a batch: a pass is 3 iterations"
+
+
+def test_a_replayed_success_counts_in_the_advantages_of_its_group(tmp_path, monkeypatch):
+    samples, advantages = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "group_advantages")
+    run(tmp_path / "run", num_iterations=6, method="baseline", **REPLAY | dict(experience_lbound=-1))
+    replays = 0
+    for (trajectories, _), ((rewards, groups), _, result) in zip(batches(samples), advantages, strict=True):
+        assert rewards.tolist() == [t.reward for t in trajectories]
+        for i, t in enumerate(trajectories):
+            if t.is_experience_replay:
+                replays += 1
+                solved = rewards[groups == groups[i]].min() == 1
+                assert t.reward == 1 and (result[i] == 0 if solved else result[i] > 0)
+    assert replays > 4
+
+
+def test_replay_chooses_by_the_entropy_of_today(tmp_path, monkeypatch):
+    """The stored values are turned round: by default nobody reads them, with the option off they decide."""
+    real = het.attach_log_probs
+
+    def turned(trajectories, data, old, entropys, version):
+        real(trajectories, data, old, -entropys, version)
+
+    options = REPLAY | dict(num_iterations=6, method="baseline", experience_lbound=-1, max_trajectories_per_task=99)
+    for current in (True, False):
+        flag = dict(use_current_policy_entropy=current)
+        run(tmp_path / f"a{current}", **options | flag)
+        with monkeypatch.context() as patch:
+            patch.setattr(het, "attach_log_probs", turned)
+            run(tmp_path / f"b{current}", **options | flag)
+        rows = [metrics_without_times(tmp_path / f"{name}{current}") for name in "ab"]
+        assert (rows[0] == rows[1]) == current
+
+
+def test_stored_entropy_is_a_mean_over_the_tokens_of_the_agent(tmp_path, monkeypatch):
+    measured, attached = record(monkeypatch, "compute_log_prob"), record(monkeypatch, "attach_log_probs")
+    run(tmp_path / "run", num_iterations=1, method="baseline", **REPLAY)
+    (_, data, *_), _, (_, entropys) = measured[0]
+    for i, mean in enumerate(attached[0][0][3].tolist()):
+        assert mean == pytest.approx(entropys[i][data["loss_mask"][i].bool()].mean().item(), abs=1e-6)
+
+
+def test_behavior_log_probs_stay_out_of_the_memory(tmp_path, monkeypatch):
+    """off_old_logp behavior replaces log-probs of stripped fresh samples; stored and replayed ones keep theirs."""
+    losses, replaced = record(monkeypatch, "policy_loss"), record(monkeypatch, "_replace_recorded_old_log_probs")
+    path = pool_file(tmp_path / "pool", NASTY)
+    options = dict(method="ei", off_old_logp="behavior", num_minibatches=1, num_iterations=5, learning_rate=1e-2)
+    run(tmp_path / "run", debug_replay=True, experience_pool=path, **options, **REPLAY)
+    shuffle, replayed, stripped, used = torch.Generator().manual_seed(2), 0, 0, iter(losses)
+    for (data, _), _, recorded in replaced:
+        order = torch.randperm(16, generator=shuffle)
+        (_, logprobs, *_), _, _ = next(used)
+        if data["exp_mask"].any():
+            next(used)  # the call for off-policy tokens
+        replay, exp = data["replay_mask"][order].bool(), data["exp_mask"][order].bool()
+        assert torch.equal(logprobs[replay], recorded[order][replay])
+        changed = (logprobs - recorded[order]).abs() > 1e-4
+        assert not changed[~exp].any()
+        replayed, stripped = replayed + int(replay.sum()), stripped + int(changed.sum())
+    assert replayed > 10 and stripped > 10
+
+
+def test_the_pool_grows_every_so_many_iterations(tmp_path, monkeypatch):
+    added = []
+    monkeypatch.setattr(het.ExperiencePool, "add_successes", lambda self, ts, topics, step: added.append(step))
+    run(tmp_path / "run", updated_freq=3, num_iterations=7, eval_every=0)
+    assert added == [-1, 3, 6]
 
 
 def test_a_run_can_be_as_long_as_its_rollouts(tmp_path):
@@ -582,6 +701,25 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
     assert (tmp_path / "pool1").read_text() == (tmp_path / "pool2").read_text()
     rows = metrics_without_times(killed)
     assert rows[-1]["replay/trajectories"] > 0 and any(row.get("replay/experience_tasks") for row in rows)
+
+
+def test_skip_set_and_plateau_survive_a_stop(tmp_path, monkeypatch):
+    """Tasks of one family retire, evaluation stands still: what is drawn and the rate depend on both after a resume."""
+
+    def step(self, action):
+        lucky = self.name == "amber" or len(action) % 2 == 0
+        return ("open", 1.0, True) if lucky else ("jam 0", 0.0, False)
+
+    monkeypatch.setattr(het.LockEnv, "step", step)
+    options = LONG | dict(retire_solved=True, method="baseline", lr_scheduler_type="plateau", plateau_patience=3)
+    options |= dict(eval_every=1, num_iterations=8)
+    run(tmp_path / "whole", **options)
+    run(tmp_path / "parts", **options | dict(num_iterations=4))
+    assert het.load_checkpoint(tmp_path / "parts" / "checkpoints" / "checkpoint_00000004.pt")["replay"]["skip"]
+    run(tmp_path / "parts", **options, resume="auto")
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    rates = [row["charts/learning_rate"] for row in metrics_without_times(tmp_path / "whole")[1:]]
+    assert len(set(rates)) > 1
 
 
 def test_sigterm_saves_and_ends(tmp_path):
