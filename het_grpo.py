@@ -763,13 +763,14 @@ class ExperiencePool:
 
     def load(self, path: Path):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            with open(path, encoding="utf-8") as file:
+                lines = file.readlines()  # unlike splitlines(), it leaves U+2028 inside a text alone
         except (OSError, UnicodeDecodeError) as error:
             fail(f"--experience-pool {path}: cannot read the file: {error}")
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also numbers and nesting beyond what Python reads
                 fail(f"--experience-pool {path}: line {number} is not JSON: {error}")
             if reason := self.refusal(record):
                 fail(f"--experience-pool {path}: line {number} {reason}")

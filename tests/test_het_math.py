@@ -175,6 +175,9 @@ def test_pool_file_round_trip(tmp_path):
         ('{"task_id": "a", "topic": "a", "text": 3}', "line 2 lacks"),
         ("[1, 2]", "line 2 lacks"),
         ('{"task_id": "amber/50", "topic": "a", "text": "b"}', "validation task amber/50"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ('{"task_id": "a", "topic": "a", "text": "b", "step": ' + "9" * 5_000 + "}", "line 2 is not JSON"),
+        ('{"task_id": "a", "topic": "a", "text": "one\u2028line"}', None),
         (json.dumps(dict(task_id="a", topic="a", text="help you to complete the task:<EXP>")), None),
     ],
 )
