@@ -122,6 +122,7 @@ def test_injection_is_text_in_text():
     before, after = template.split("{}")
     assert text == before + NASTY + after + "open {it}"
     assert het.inject_experience("open {it}", "", template) == "open {it}"
+    assert het.inject_experience("{q}", "{e}", '{"hint": "{}", {0} {x}}\n') == '{"hint": "{e}", {0} {x}}\n{q}'
 
 
 # --- the pool ---
