@@ -297,33 +297,35 @@ class Args:
         self.train_rollout_expmode = self.train_rollout_expmode or rollout
         sample = {"ec": "keep", "ei": "discard"}.get(self.method, "hybrid")
         self.train_sample_expmode = self.train_sample_expmode or sample
-        used = {self.val_rollout_expmode, self.train_rollout_expmode}
-        share = 0.5 if "mixed" in used else 1.0 if "all" in used else 0.0
+        share = {"mixed": 0.5, "all": 1.0, "woexp": 0.0}[self.train_rollout_expmode]  # validation has no share
         self.rollout_expratio = share if self.rollout_expratio is None else self.rollout_expratio
-        fits = "mixed" in used or self.rollout_expratio == share
-        check(fits, self, "rollout_expratio", f"{share} or left out where rollouts are {' and '.join(sorted(used))}")
+        fits = self.train_rollout_expmode == "mixed" or self.rollout_expratio == share
+        allowed = f"{share} or left out with --train-rollout-expmode {self.train_rollout_expmode}"
+        check(fits, self, "rollout_expratio", allowed)
         share = {"keep": 1.0, "discard": 0.0, "hybrid": 0.5}[self.train_sample_expmode]
         self.train_sample_keepratio = share if self.train_sample_keepratio is None else self.train_sample_keepratio
         fits = self.train_sample_expmode == "hybrid" or self.train_sample_keepratio == share
         allowed = f"{share} or left out with --train-sample-expmode {self.train_sample_expmode}"
         check(fits, self, "train_sample_keepratio", allowed)
 
-        one = self.experience_template.count("{}") == 1
-        if not one:
+        if self.experience_template.count("{}") != 1:
             fail(f"--experience-template {self.experience_template!r} is not allowed: it must hold exactly one {{}}")
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
         check(-1 <= self.experience_lbound < self.group_size, self, "experience_lbound", "from -1 to n - 1")
         allowed = f"above --experience-lbound {self.experience_lbound} and at most n = {self.group_size}"
         fits = self.experience_lbound < self.experience_rbound <= self.group_size
-        check(fits or not self.use_experience_replay, self, "experience_rbound", allowed)
-        fits = self.offpolicy_trajectories_per_task < self.group_size or not self.use_experience_replay
+        check(fits, self, "experience_rbound", allowed)
+        default = not self.use_experience_replay and self.offpolicy_trajectories_per_task == 1  # a group of one is none
+        fits = self.offpolicy_trajectories_per_task < self.group_size or default
         check(fits, self, "offpolicy_trajectories_per_task", f"below --group-size {self.group_size}")
         for name in ("num_rollouts", "max_staleness"):
             check(getattr(self, name) is None or getattr(self, name) > 0, self, name, "a positive number, or left out")
         twice = self.off_old_logp == "behavior" and self.off_policy_loss == "tis"
         check(not twice, self, "off_policy_loss", "clip or shape with --off-old-logp behavior, whose ratio has w in it")
         check(1 < self.clip_c < math.inf, self, "clip_c", "a number above 1")
+        check(math.isfinite(self.success_reward), self, "success_reward", "a finite number")
+        check(self.seed < 2**32, self, "seed", "below 2**32")
         check(self.clip_low < 1, self, "clip_low", "below 1")
         check(self.num_families <= len(NAMES), self, "num_families", f"at most {len(NAMES)}")
         check(self.num_rooms < 100, self, "num_rooms", "below 100")
@@ -1190,7 +1192,8 @@ def rollout(policy, jobs: list[Job], make_env, dialogue, pad_id, args, label: st
         clean = dialogue.prompt(query)
         shown = dialogue.prompt(inject_experience(query, job.experience, args.experience_template))
         if len(shown) + args.max_turn_tokens > args.max_context:
-            fail(f"--max-context {args.max_context} is too small: {job.task.task_id} starts with {len(shown)} tokens")
+            needs = f"{job.task.task_id} starts with {len(shown)} tokens, a turn takes {args.max_turn_tokens}"
+            fail(f"--max-context {args.max_context} is too small: {needs}")
         ids = f"{label}/{job.task.task_id}/{job.rollout_id}"
         common = (job.task.task_id, job.data_id, job.rollout_id, clean, shown)
         done.append(Trajectory(ids, *common, [], [], 0.0, False, bool(job.experience), "", job.keep))
