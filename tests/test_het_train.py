@@ -542,7 +542,8 @@ def test_replay_with_share_0_may_hold_nans(tmp_path, monkeypatch):
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_one_step_against_an_oracle(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kl_loss_coef, ent_coef", [(0.0, 0.0), (0.5, 0.2)])
+def test_one_step_against_an_oracle(kl_loss_coef, ent_coef, tmp_path, monkeypatch):
     """Plain GRPO written again, row by row, without padding: losses, gradients and weights of one iteration."""
     models = []
     calls, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
@@ -563,22 +564,23 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch):
     monkeypatch.setattr(het, "compute_log_prob", compute)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     lr = 1e-2
-    metrics = run(
-        tmp_path / "run", method="baseline", num_iterations=1, update_epochs=2, temperature=0.9, learning_rate=lr
-    )
+    options = dict(num_iterations=1, update_epochs=2, temperature=0.9, kl_loss_coef=kl_loss_coef, ent_coef=ent_coef)
+    metrics = run(tmp_path / "run", method="baseline", learning_rate=lr, **options)
     trajectories, _ = batches(calls)[0]
     lm = models[0]
 
     def logp(t):
         ids = t.prompt_ids + [token for _, part in t.steps for token in part]
         logits = lm(torch.tensor([ids])).logits[0] / 0.9
-        place, terms = len(t.prompt_ids), []
+        place, terms, entropies = len(t.prompt_ids), [], []
         for role, part in t.steps:
             for token in part:
                 if role == "assistant":
-                    terms.append(torch.log_softmax(logits[place - 1], -1)[token])
+                    every = torch.log_softmax(logits[place - 1], -1)
+                    terms.append(every[token])
+                    entropies.append(-(every.exp() * every).sum())
                 place += 1
-        return torch.stack(terms)
+        return torch.stack(terms), torch.stack(entropies)
 
     advantages = {}
     for group in range(4):
@@ -590,15 +592,17 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch):
                 advantages[t.trajectory_id] = (t.reward - mean) / (std + 1e-6)
     assert any(advantages.values())
     with torch.no_grad():
-        old = {t.trajectory_id: logp(t) for t in trajectories}
+        old = {t.trajectory_id: logp(t)[0] for t in trajectories}  # the start policy's, too: the reference
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, eps=1e-5, weight_decay=0.0)
     shuffle, step, mean_loss = torch.Generator().manual_seed(2), 0, 0.0
     for _ in range(2):
         for part in torch.randperm(16, generator=shuffle).chunk(2):
             rows = [trajectories[i] for i in part.tolist()]
-            total, count = 0.0, 0
+            total, extra, count = 0.0, 0.0, 0
             for t in rows:
-                ratio = (logp(t) - old[t.trajectory_id]).exp()
+                new, entropies = logp(t)
+                ratio = (new - old[t.trajectory_id]).exp()
+                extra = extra + kl_loss_coef * (1 / ratio - 1 + ratio.log()).sum() - ent_coef * entropies.sum()
                 a = advantages[t.trajectory_id]
                 for w in ratio:
                     bounded = torch.clamp(w, 0.8, 1.28)
@@ -608,7 +612,7 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch):
                     total, count = total + value, count + 1
             loss = -total / count
             optimizer.zero_grad()
-            loss.backward()
+            (loss + extra / count).backward()
             for p, theirs in zip(lm.parameters(), gradients[step], strict=True):
                 torch.testing.assert_close(p.grad, theirs, atol=2e-6, rtol=1e-3)
             real_clip(lm.parameters(), 1.0)
