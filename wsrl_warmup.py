@@ -230,7 +230,7 @@ class Args:
     priority_alpha: float = 0.6
     """0: uniform, 1: in proportion to the priority"""
     priority_beta: float = 0.4
-    """how much of the sampling bias the weights undo at the start, 0 to 1; rises to 1 by the end of the run"""
+    """how much of the sampling bias the weights undo, 0 to 1"""
 
     # logging
     eval_every: int | None = None
