@@ -59,6 +59,7 @@ def read(name: str) -> dict:
     for row in list(csv.reader(open(path)))[1:] if path.exists() else []:
         arm, seed, *rest = row
         numbers = [float(cell) if cell.replace(".", "").isdigit() else cell for cell in rest]
+        numbers = [int(x) if isinstance(x, float) and x.is_integer() else x for x in numbers]
         found.setdefault((arm, int(seed)), []).append((arm, int(seed), *numbers))
     return found
 
@@ -90,7 +91,7 @@ def main(options: Options):
     for name, rows in (("sac_results", [header, *results]),
                        ("sac_curves", [("arm", "seed", "env_steps", "metric", "value"), *curves])):  # fmt: skip
         with open(ROOT / "benchmark" / f"{name}.csv", "w", newline="") as file:
-            csv.writer(file).writerows(rows)
+            csv.writer(file, lineterminator="\n").writerows(rows)
     print(table(results))
     draw(curves)
 
