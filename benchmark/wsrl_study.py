@@ -39,9 +39,12 @@ COMMON = dict(device="cpu", eval_every=100, eval_episodes=5, save_every=0, offli
 TASKS = {  # name -> return that counts as solved
     "MountainCarContinuous-v0": 90.0,
     "Pendulum-v1": -200.0,
-    "Reacher-v5": -6.0,
+    "Reacher-v5": -7.0,  # its demos have -8.3
 }
-OWN = {"Reacher-v5": dict(eval_episodes=20)}  # episodes of 50 steps
+OWN = {
+    "MountainCarContinuous-v0": dict(offline_steps=5_000),  # after 1500 the policy is good, but does not last
+    "Reacher-v5": dict(eval_episodes=20),  # episodes of 50 steps
+}
 NO_WARM_UP = dict(offline_steps=0, learning_starts=200)
 DOCUMENT = dict(retention_ratio=0.2, retention_by="quality", online_cql_alpha=0.0)
 ARMS = {
@@ -54,13 +57,13 @@ ARMS = {
     "design - weights": dict(weighted_loss="none"),
     "design - retention": dict(retention_ratio=1.0),
     "design - decay": dict(offline_decay_rate=1.0, min_offline_ratio=0.5, initial_offline_ratio=0.5),
+    "design, 1500 offline updates": dict(offline_steps=1_500),
+    "wsrl, 1500 offline updates": dict(preset="wsrl", warmup_rollout_steps=500, offline_steps=1_500),
     "design, plain SAC": dict(offline_objective="sac"),
     "design, Cal-QL": dict(offline_objective="calql"),
     "design, Cal-QL offline only": dict(offline_objective="calql", online_cql_alpha=0.0),
     "design, its document's values": DOCUMENT,
 }
-SAME = {("MountainCarContinuous-v0", "design, Cal-QL")}  # as design
-SAME |= {(task, "design, plain SAC") for task in ("Pendulum-v1", "Reacher-v5")}
 SWEEPS = {
     "floor 0": dict(min_offline_ratio=0.0),
     "floor 0.9": dict(min_offline_ratio=0.9),
@@ -71,6 +74,10 @@ SWEEPS = {
     "retention 0.5 by quality": dict(retention_by="quality"),
     "retention 0.5 by reward": dict(retention_by="reward"),
 }
+SKIPPED = {("MountainCarContinuous-v0", "design, Cal-QL")}  # the design itself, as are the next ones on the others
+DESIGN = ("design, plain SAC", "design, 1500 offline updates", "wsrl, 1500 offline updates")
+SKIPPED |= {(task, arm) for task in ("Pendulum-v1", "Reacher-v5") for arm in DESIGN}
+SKIPPED |= {(task, arm) for task in ("MountainCarContinuous-v0", "Reacher-v5") for arm in SWEEPS}
 
 
 def run(task, arm, seed):
@@ -153,6 +160,7 @@ def plot(curves, path):
                 axis.plot(x, y, label=f"{arm} ({len(mine)} seeds)")
         axis.axhline(TASKS[task], color="gray", linewidth=0.7)
         axis.set(title=task, xlabel="online environment steps", ylabel="return of the frozen policy")
+        axis.set_xlim(-50, 3000)  # scratch goes on to 5000
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     FigureCanvasAgg(figure).print_png(path)
@@ -161,22 +169,14 @@ def plot(curves, path):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(TASKS), help="one of the tasks")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), help="these arms only; 'sweeps' adds those")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS | SWEEPS), help="these arms only")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--plot", action="store_true", help="no training")
     options = parser.parse_args()
-    arms = [arm for name in options.arms for arm in (SWEEPS if name == "sweeps" else [name])]
     done = read()
-    jobs = [
-        (t, a, s)
-        for s in options.seeds
-        for t in TASKS
-        for a in arms
-        if options.only in (None, t) and (t, a) not in SAME
-    ]
+    jobs = [(t, a, s) for s in options.seeds for t in TASKS for a in options.arms if options.only in (None, t)]
+    jobs = [job for job in jobs if job not in done and job[:2] not in SKIPPED]
     for job in [] if options.plot else jobs:
-        if job in done:
-            continue
         rows = run(*job)
         new = not PATH.exists()
         with open(PATH, "a", newline="") as file:

@@ -76,7 +76,14 @@ def test_logged_keys_of_het_grpo_are_documented_and_back(tmp_path, monkeypatch):
 SMALL = {
     "sac_hybrid": dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
     | dict(hidden_size=16, log_interval=15, intervention_steps=100, device="cpu", eval_every=30),
-    "wsrl_warmup": dict(env_id="Pendulum-v1", offline_steps=20, online_steps=250, batch_size=8, hidden_size=16)
+    "wsrl_warmup": dict(
+        env_id="Pendulum-v1",
+        offline_objective="calql",
+        offline_steps=20,
+        online_steps=250,
+        batch_size=8,
+        hidden_size=16,
+    )
     | dict(eval_episodes=1, log_interval=5, buffer_size=100, device="cpu", data_size=200, early_stop_patience=5)
     | dict(early_stop_every=5),
 }
@@ -121,8 +128,8 @@ def test_diff_counts_in_the_readme(name):
     assert kept >= 95
 
 
-@pytest.mark.parametrize("name", ["ppo", "sac_hybrid", "wsrl_warmup"])
-def test_lines_of_a_root_script(name):
+@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("*.py")))
+def test_lines_in_the_readme(name):
     row = re.search(rf"^\| \[`{name}\.py`\].*$", README, re.M)[0]
     assert f"| {len((ROOT / f'{name}.py').read_text().splitlines())} |" in row
 
@@ -168,3 +175,21 @@ def test_het_tables_are_the_raw_data():
         assert not missing, missing
     ends = [float(curve[-1]["global_step"]) for key, curve in curves.items()]
     assert max(ends) - min(ends) < 64, "equal rollouts, to within one iteration"
+
+
+def test_wsrl_tables_are_the_raw_data():
+    study = load("wsrl_study")
+    curves = study.read()
+    for task in study.TASKS:
+        lines = study.table(task, curves).splitlines()
+        missing = [line for line in lines if line not in README]
+        assert lines and not missing, missing
+    for task in study.TASKS:
+        short = ", 1500 offline updates" if task == "MountainCarContinuous-v0" else ""  # five seeds there, too
+        for arm in ("scratch", "rlpd", f"wsrl{short}", "design"):
+            assert sorted(key[2] for key in curves if key[:2] == (task, arm)) == [1, 2, 3, 4, 5], (task, arm)
+
+
+def test_peers_table_is_the_raw_data():
+    lines = load("peers").tables(list(csv.DictReader(open(ROOT / "benchmark" / "peers.csv")))).splitlines()
+    assert len(lines) > 3 and all(line in README for line in lines), lines
