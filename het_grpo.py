@@ -1366,6 +1366,13 @@ def plot_curves(run_dir: Path, keys: list[str]):
     FigureCanvasAgg(figure).print_png(run_dir / "curves.png")
 
 
+def check_folder(option: str, folder: Path):
+    """A folder that cannot be made is found now, not when the first checkpoint is due."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"--{option} {folder} is not allowed: {there} is not a folder that can be written to")
+
+
 def keep_memory():
     """glibc gives blocks over 128 kB back to the kernel at once and asks again: half the time of a small conv net."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
@@ -1419,6 +1426,8 @@ def find_checkpoint(args) -> Path | None:
     if args.resume != "auto":
         folders = [Path(args.resume)] if args.resume else []
     found = [path for folder in folders for path in folder.glob("checkpoints/checkpoint_*.pt")]
+    if not found and args.resume not in (None, "auto"):
+        fail(f"--resume {args.resume}: no checkpoints/checkpoint_*.pt in this folder")
     return max(found, key=lambda path: (path.stat().st_mtime, path.name), default=None)
 
 
@@ -1622,6 +1631,7 @@ def main(args: Args) -> dict[str, float]:
         run_dir = resume_path.absolute().parent.parent
     elif args.resume:
         print("nothing to resume: starting fresh")
+    check_folder("run-dir", run_dir)
     if (run_dir / "metrics.jsonl").exists() and not args.resume:
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     device = pick_device(args.device)

@@ -727,6 +727,13 @@ def plot_curves(run_dir: Path, keys: list[str]):
     FigureCanvasAgg(figure).print_png(run_dir / "curves.png")
 
 
+def check_folder(option: str, folder: Path):
+    """A folder that cannot be made is found now, not when the first checkpoint is due."""
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        fail(f"--{option} {folder} is not allowed: {there} is not a folder that can be written to")
+
+
 def keep_memory():
     """glibc gives blocks over 128 kB back to the kernel at once and asks again: half the time of a small conv net."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
@@ -768,6 +775,7 @@ def main(args: Args) -> dict[str, float]:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     run_dir = Path(args.run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
+    check_folder("run-dir", run_dir)
     if (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     device = pick_device(args.device)

@@ -1526,6 +1526,8 @@ def newest_checkpoint(args: Args) -> Path | None:
         found = [path for path in folder.glob("checkpoint_*.pth") if path.stem[11:].isdigit()]
         if found:
             return max(found, key=lambda path: int(path.stem[11:]))
+    if args.resume != "auto":
+        fail(f"--resume {args.resume}: there is no checkpoint in this folder")
     print(f"nothing to resume in {', '.join(map(str, folders)) or 'runs/'}: starting fresh", flush=True)
     return None
 

@@ -115,6 +115,12 @@ def test_a_folder_that_holds_a_run(name, capsys, tmp_path):
 
 
 @every_script
+def test_a_folder_that_cannot_be_made(name, capsys, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    expect(capsys, tmp_path, start(name, tmp_path), f"--run-dir {tmp_path / 'run'}", "not a folder")
+
+
+@every_script
 @pytest.mark.parametrize(
     "flags, words",
     [

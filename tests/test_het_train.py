@@ -757,6 +757,8 @@ def test_bad_input(tmp_path, capsys):
     path = tmp_path / "run" / "checkpoints" / "checkpoint_00000001.pt"
     fails(capsys, lambda: run(tmp_path / "run"), "holds a run already")
     fails(capsys, lambda: run(tmp_path / "run", resume="auto", num_families=2), "--num-families 2", "3")
+    fails(capsys, lambda: run(tmp_path / "new", resume=str(tmp_path)), f"--resume {tmp_path}: no checkpoints")
+    fails(capsys, lambda: run(path), f"--run-dir {path}", "not a folder")
     path.write_bytes(path.read_bytes()[:1000])
     fails(capsys, lambda: run(tmp_path / "run", resume="auto"), path, "damaged")
     torch.save({"args": {}, "policy": {}}, path)

@@ -252,6 +252,9 @@ def test_resume_checks_what_it_continues(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(Args(**TINY | dict(lr=0.5), run_dir=str(tmp_path / "run"), resume="auto"))
     assert end.value.code == 2 and "--lr 0.5 is not allowed: it must be 0.001" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:  # only auto may start anew
+        main(Args(**TINY, run_dir=str(tmp_path / "new"), resume=str(tmp_path)))
+    assert end.value.code == 2 and f"--resume {tmp_path}: there is no checkpoint" in capsys.readouterr().err
     again = main(Args(**TINY, run_dir=str(tmp_path / "run"), resume=str(tmp_path / "run")))  # nothing left to do
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert again["eval/success_rate"] == summary["eval/success_rate"]

@@ -214,6 +214,9 @@ def test_bad_checkpoints(tmp_path, capsys):
     torch.save({"weights": torch.zeros(3)}, path)
     fails(capsys, lambda: run(tmp_path / "run", resume=str(path)), path, "not one of")
     fails(capsys, lambda: run(tmp_path / "run", resume=str(tmp_path / "none.pt")), "none.pt", "does not exist")
+    (tmp_path / "empty").mkdir()  # only auto may start anew
+    fails(capsys, lambda: run(tmp_path / "new", resume=str(tmp_path / "empty")), "--resume", "empty: no checkpoints")
+    assert not (tmp_path / "new").exists()
     path.write_bytes(data)
     fails(capsys, lambda: run(tmp_path / "run", resume="auto", hidden_size=32), "--hidden-size 32", "16")
     run(tmp_path / "run", resume="auto", num_iterations=4, learning_rate=1e-3)

@@ -324,6 +324,9 @@ def test_resume_checks_what_it_continues(tmp_path, data, capsys):
     with pytest.raises(SystemExit) as end:
         run(tmp_path / "run", data, resume="auto", lr=0.5)
     assert end.value.code == 2 and "--lr 0.5 is not allowed: it must be 0.001" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:  # only auto may start anew
+        run(tmp_path / "new", data, resume=str(tmp_path))
+    assert end.value.code == 2 and f"--resume {tmp_path}: there is no checkpoint" in capsys.readouterr().err
     again = run(tmp_path / "run", data, resume="auto")  # nothing left to do
     assert again["eval/episodic_return"] == done["eval/episodic_return"]
 
