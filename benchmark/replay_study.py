@@ -192,7 +192,7 @@ def plot(curves, path):
         ("long", 1, list(ARMS["long"]), "longer answers (33 tokens)"),
     ]
     panels = [panel for panel in panels if any(key[0] == panel[0] for key in curves)]
-    figure = Figure(figsize=(9, 3.6 * math.ceil(len(panels) / 2)), layout="tight")
+    figure, colours = Figure(figsize=(10, 3.4 * math.ceil(len(panels) / 2) + 0.6), layout="constrained"), {}
     for i, (task, column, arms, title) in enumerate(panels, 1):
         axis = figure.add_subplot(math.ceil(len(panels) / 2), 2, i)
         for arm in arms:
@@ -200,16 +200,19 @@ def plot(curves, path):
             if mine:
                 x = [statistics.mean(points) for points in zip(*[[p[column] for p in c] for c in mine], strict=True)]
                 y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
-                style = "--" if arm.startswith("plain") else "-"
-                (line,) = axis.plot(x, [statistics.mean(points) for points in y], label=arm, linestyle=style)
-                if arm in (EPOCHS[4], "replay", *more):
-                    axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=line.get_color(), alpha=0.12)
+                name = arm.removesuffix(", 2.5x the answers")  # one colour and one entry in the legend for both lengths
+                new = name not in colours
+                colour = colours.setdefault(name, f"C{len(colours)}")
+                look = dict(color=colour, linestyle="--" if arm.startswith("plain") else "-")
+                axis.plot(x, [statistics.mean(points) for points in y], label=name if new else None, **look)
+                if name in (EPOCHS[4], "replay"):
+                    axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.12)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("CPU seconds" if column else "generated answers")
         axis.set_ylabel("greedy accuracy, held-out")
         axis.set_ylim(0, 1.02)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     FigureCanvasAgg(figure).print_png(path)
 
 
