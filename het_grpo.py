@@ -1698,7 +1698,7 @@ def main(args: Args) -> dict[str, float]:
         cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
         if (run_dir / "best.old").exists() and not (run_dir / "best").exists():
             (run_dir / "best.old").rename(run_dir / "best")  # killed between the two renames of save_model
-    stop = StopSignal()
+    stop, stopping = StopSignal(), False
     keep_whole(policy, True)
     where = (world.make_env, dialogue, pad_id, args)
     width = args.max_turns * args.max_turn_tokens
@@ -2015,7 +2015,7 @@ def main(args: Args) -> dict[str, float]:
             print(f"stopped after iteration {iteration} and saved; --resume auto --run-dir {run_dir} goes on")
             break
     stop.restore()
-    if not last and stop.received is not None:
+    if stopping and not last:
         return metrics
 
     save_model(policy, tokenizer, run_dir / "final_model", rank)

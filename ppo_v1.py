@@ -986,6 +986,11 @@ def sum_over_ranks(stats: dict, world_size: int, device) -> dict:
     return dict(zip(stats, values, strict=True))
 
 
+def mean_over_ranks(score: float, world_size: int, device) -> float:
+    """A reward may be random, and what is decided by its score all ranks must decide alike."""
+    return float(sum_over_ranks({"score": score}, world_size, device)["score"]) / world_size
+
+
 def whole_state(policy, optimizer) -> tuple[dict, dict]:
     """State dicts of model and optimizer; sharded ones are gathered on rank 0."""
     if not isinstance(policy, FSDPModule):
@@ -1141,10 +1146,11 @@ def main(args: Args) -> dict[str, float]:
         if (run_dir / "best.old").exists() and not (run_dir / "best").exists():
             (run_dir / "best.old").rename(run_dir / "best")  # killed between the two renames of save_model
     # v1: signals
-    stop = StopSignal()
+    stop, stopping = StopSignal(), False
     keep_whole(policy, True)
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)}
+        metrics["eval/score"] = mean_over_ranks(metrics["eval/score"], world_size, device)  # v1: distributed
         writer.log(metrics, global_step)
         if math.isfinite(metrics["eval/score"]):
             best_score = metrics["eval/score"]  # v1: best
@@ -1320,6 +1326,7 @@ def main(args: Args) -> dict[str, float]:
         last = iteration == args.num_iterations
         if last or (args.eval_every and iteration % args.eval_every == 0):
             metrics["eval/score"] = evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)
+            metrics["eval/score"] = mean_over_ranks(metrics["eval/score"], world_size, device)  # v1: distributed
         # v1: early_stopping, best, lr_schedule
         if "eval/score" in metrics:
             improvement = metrics["eval/score"] - best_score
@@ -1356,7 +1363,7 @@ def main(args: Args) -> dict[str, float]:
             break
     # v1: signals
     stop.restore()
-    if iteration < args.num_iterations and stop.received is not None:
+    if stopping and iteration < args.num_iterations:
         return metrics
 
     # v1: distributed

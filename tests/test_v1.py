@@ -188,6 +188,10 @@ def test_resume_carries_controllers(tmp_path):
     assert len({row["learning_rate"] for row in rows[1:]}) > 1 and len({row["losses/kl_coef"] for row in rows[1:]}) == 8
 
 
+def checkpoints(folder):
+    return [int(path.stem[11:]) for path in sorted((folder / "checkpoints").iterdir())]
+
+
 def test_resume_with_nothing_there(tmp_path, capsys):
     run(tmp_path / "new", resume="auto")
     assert "starting fresh" in capsys.readouterr().out
@@ -492,6 +496,36 @@ def test_two_ranks_resume_exactly(fsdp, tmp_path):
     assert rows[0] == rows[1]
     first, second = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_ends_all(rank, tmp_path):
+    def signal_once(mine):
+        real, calls = ppo_v1.compute_gae, {"n": 0}
+
+        def signalled(*args):
+            calls["n"] += 1
+            if mine == rank and calls["n"] == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(*args)
+
+        ppo_v1.compute_gae = signalled
+
+    assert launch(tmp_path / "run", 2, before=signal_once, num_iterations=4) == [0, 0]
+    assert checkpoints(tmp_path / "run") == [2] and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_ranks_decide_alike_when_their_scores_differ(tmp_path):
+    """Early stopping by a reward that rises on one rank and stands still on the other: they must leave together."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os\ncalls = [0]\n"
+        "def mine(prompts, responses, answers):\n"
+        "    calls[0] += os.environ['RANK'] == '0'\n    return [float(calls[0])] * len(responses)\n"
+    )
+    options = dict(reward_fn=f"{path}:mine", eval_every=1, early_stopping_patience=1)
+    assert launch(tmp_path / "run", 2, **options) == [0, 0]
+    assert len(metrics_without_times(tmp_path / "run")) == 4 and (tmp_path / "run" / "summary.json").exists()
 
 
 def test_ranks_end_with_equal_weights(tmp_path):
