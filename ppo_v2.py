@@ -1110,10 +1110,12 @@ def find_checkpoint(args) -> Path | None:
     folders = [Path(args.run_dir)] if args.run_dir else Path("runs").glob(f"{args.exp_name}__{args.seed}__*")
     if args.resume != "auto":
         folders = [Path(args.resume)] if args.resume else []
-    found = [path for folder in folders for path in folder.glob("checkpoints/checkpoint_*.pt")]
-    if not found and args.resume not in (None, "auto"):
+    runs = [sorted(folder.glob("checkpoints/checkpoint_*.pt")) for folder in folders]
+    runs = [paths for paths in runs if paths]
+    if not runs and args.resume not in (None, "auto"):
         fail(f"--resume {args.resume}: no checkpoints/checkpoint_*.pt in this folder")
-    return max(found, key=lambda path: (path.stat().st_mtime, path.name), default=None)
+    # the run by its time, the checkpoint by its number: a copied folder has new times in any order
+    return max(runs, key=lambda paths: paths[-1].stat().st_mtime, default=[None])[-1]
 
 
 def cut_back(path: Path, global_step: int):
@@ -1280,6 +1282,8 @@ def check_resumed_args(args, saved: dict, path: Path):
         fail(f"checkpoint {path} is not one of ppo.py's children")
     fixed = ("seed", "task", "model_name", "hidden_size", "num_layers", "separate_critic", "sft_steps", "batch_size")
     fixed += ("min_digits", "max_digits", "max_operand", "max_response_length")  # the warm start makes pi_ref from them
+    if args.fsdp and not saved["args"]["fsdp"]:
+        fail(f"--fsdp does not fit {path}, which was saved without it (the other way round works)")
     ignored = ("resume", "run_dir", "exp_name")
     for name, now in asdict(args).items():
         before = saved["args"].get(name)
@@ -1301,11 +1305,13 @@ def main(args: Args) -> dict[str, float]:
     saved = load_checkpoint(resume_path) if resume_path else None
     if saved:
         check_resumed_args(args, saved, resume_path)
-        run_dir = resume_path.absolute().parent.parent
+        home = resume_path.resolve().parent
+        run_dir = home.parent if home.name == "checkpoints" and not args.run_dir else run_dir
     elif args.resume:
         print("nothing to resume: starting fresh")
     check_folder("run-dir", run_dir)
-    if (run_dir / "metrics.jsonl").exists() and not args.resume:
+    goes_on = args.resume and (saved is None or run_dir.resolve() == home.parent)
+    if (run_dir / "metrics.jsonl").exists() and not goes_on:
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     device = pick_device(args.device)
     # v1: distributed
@@ -1390,6 +1396,9 @@ def main(args: Args) -> dict[str, float]:
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
         cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
+        for path in (run_dir / "checkpoints").glob("checkpoint_*.pt"):
+            if path.name > f"checkpoint_{iteration:08d}.pt":  # of a branch given up, as are the rows just cut
+                path.unlink()
         if (run_dir / "best.old").exists() and not (run_dir / "best").exists():
             (run_dir / "best.old").rename(run_dir / "best")  # killed between the two renames of save_model
     # v1: signals
@@ -1688,6 +1697,8 @@ def main(args: Args) -> dict[str, float]:
     stop.restore()
     if stopping and iteration < args.num_iterations:
         return metrics
+    if "eval/score" not in metrics:  # resumed with nothing left to do, from a checkpoint without an evaluation
+        metrics["eval/score"] = evaluate(policy, task, tokenizer, scorer, eos_ids, pad_id, args)
 
     # v1: distributed
     save_model(policy, tokenizer, run_dir / "final_model", rank)

@@ -192,6 +192,37 @@ def checkpoints(folder):
     return [int(path.stem[11:]) for path in sorted((folder / "checkpoints").iterdir())]
 
 
+def test_a_branch_given_up_is_gone(tmp_path):
+    """Resume an older checkpoint: what was trained after it may neither stay nor push out what comes now."""
+    run(tmp_path / "whole", num_iterations=4, save_every=1)
+    for i in (4, 3, 2):  # as after a copy: the later checkpoint has the earlier time
+        os.utime(tmp_path / "whole" / "checkpoints" / f"checkpoint_{i:08d}.pt", (1e9 - i, 1e9 - i))
+    args = ppo_v1.Args(run_dir=str(tmp_path / "whole"), resume="auto")
+    assert ppo_v1.find_checkpoint(args).name == "checkpoint_00000004.pt"
+    older = str(tmp_path / "whole" / "checkpoints" / "checkpoint_00000002.pt")
+    run(tmp_path / "whole", num_iterations=3, keep_checkpoints=1, resume=older)
+    assert checkpoints(tmp_path / "whole") == [3]
+    assert [row["global_step"] for row in metrics_without_times(tmp_path / "whole")] == [0, 8, 16, 24]
+
+
+def test_resume_into_another_folder(tmp_path, capsys):
+    run(tmp_path / "old", save_every=1)
+    path = str(tmp_path / "old" / "checkpoints" / "checkpoint_00000002.pt")
+    before = {p: p.read_bytes() for p in (tmp_path / "old").rglob("*") if p.is_file()}
+    run(tmp_path / "new", resume=path)
+    assert {p: p.read_bytes() for p in (tmp_path / "old").rglob("*") if p.is_file()} == before
+    assert metrics_without_times(tmp_path / "new") == metrics_without_times(tmp_path / "old")[3:]
+    capsys.readouterr()
+    fails(capsys, lambda: run(tmp_path / "new", resume=path), "--run-dir", "holds a run already")
+
+
+def test_nothing_left_to_do(tmp_path):
+    """The checkpoint is of an iteration without an evaluation, and the run is not to go on."""
+    run(tmp_path / "run", save_every=1, eval_every=0)
+    path = tmp_path / "run" / "checkpoints" / "checkpoint_00000002.pt"
+    assert math.isfinite(run(tmp_path / "run", num_iterations=2, eval_every=0, resume=str(path))["eval/score"])
+
+
 def test_resume_with_nothing_there(tmp_path, capsys):
     run(tmp_path / "new", resume="auto")
     assert "starting fresh" in capsys.readouterr().out
@@ -526,6 +557,11 @@ def test_ranks_decide_alike_when_their_scores_differ(tmp_path):
     options = dict(reward_fn=f"{path}:mine", eval_every=1, early_stopping_patience=1)
     assert launch(tmp_path / "run", 2, **options) == [0, 0]
     assert len(metrics_without_times(tmp_path / "run")) == 4 and (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_replicated_checkpoint_does_not_shard(tmp_path, capsys):
+    run(tmp_path / "run")
+    fails(capsys, lambda: run(tmp_path / "run", resume="auto", fsdp=True), "--fsdp", "the other way round works")
 
 
 def test_ranks_end_with_equal_weights(tmp_path):
