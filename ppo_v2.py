@@ -341,6 +341,9 @@ class Task:
     scramble: Callable[[random.Random, str], str]  # an answer right in form only, for the warm start
 
 
+BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
+
+
 def is_held_out(prompt: str) -> bool:
     """A tenth of all prompts, picked by their text, is for evaluation only."""
     return zlib.crc32(prompt.encode()) % 10 == 0
@@ -354,7 +357,7 @@ def verify(prompts, responses, answers):
     """1 for the right final answer, else 0. A number may end a sentence, stand behind #### or in a box."""
     scores = []
     for response, answer in zip(responses, answers, strict=True):
-        marked = re.findall(r"\\boxed\{([^{}]*)\}|####\s*(\S+)", response)
+        marked = re.findall(BOXED + r"|####\s*(\S+)", response)
         text = max(marked[-1]).strip() if marked else response.strip()
         numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+", text)
         if numbers and re.fullmatch(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+", answer):
@@ -368,7 +371,7 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
     """(prompt, answer) pairs of a JSONL file; a line that cannot be used is named by its number."""
     columns = (("prompt", "answer"), ("question", "answer"), ("problem", "solution"))
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")  # a string may hold U+2028, which splitlines cuts at
     except (OSError, UnicodeDecodeError) as error:
         fail(f"--task jsonl:{path}: cannot read the file: {error}")
     pairs = []
@@ -377,7 +380,7 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             fail(f"--task jsonl:{path}: line {number} is not JSON: {error}")
         names = next((c for c in columns if isinstance(row, dict) and c[0] in row and c[1] in row), None)
         if names is None:
@@ -386,7 +389,7 @@ def read_jsonl(path: str) -> list[tuple[str, str]]:
         if not isinstance(prompt, str) or not prompt or not isinstance(answer, str | int | float):
             fail(f"--task jsonl:{path}: line {number}: {names[0]} must be a text, {names[1]} a text or a number")
         answer = str(answer).split("####")[-1].strip()  # GSM8K keeps the answer behind ####, MATH in the last box
-        boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer)
+        boxed = re.findall(BOXED, answer)
         pairs.append((prompt, boxed[-1].strip() if boxed else answer))
     return pairs
 

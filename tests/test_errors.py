@@ -58,6 +58,7 @@ def start(name, tmp_path, **options):
         (['{"prompt": "a", "answer": 1}', "", '{"prompt": "b", "reply": 1}'], ["line 3", "prompt/answer"]),
         (['{"prompt": 7, "answer": 1}'], ["line 1", "prompt"]),
         (["[1, 2]"], ["line 1"]),
+        (["[" * 100_000], ["line 1", "not JSON"]),
         (['{"prompt": "a", "answer": 1}'], ["two different prompts"]),
         ([""], ["two different prompts"]),
     ],

@@ -57,6 +57,15 @@ def test_jsonl_columns_and_split(tmp_path):
     assert passes[0] != passes[1], "each pass has its own order"
 
 
+def test_jsonl_with_fractions_and_strange_line_ends(tmp_path):
+    row = {"problem": "half of one?\u2028", "solution": "so \\boxed{\\frac{1}{2}}."}
+    path = tmp_path / "data.jsonl"
+    path.write_text("\r\n".join([json.dumps(row, ensure_ascii=False)] * 3), encoding="utf-8", newline="")
+    assert ppo.read_jsonl(str(path)) == [(row["problem"], "\\frac{1}{2}")] * 3
+    answers = ["\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}", "\\frac{1}{2}"]
+    assert ppo.verify([""] * 3, answers, ["\\frac{1}{2}"] * 3) == [1.0, 0.0, 1.0]
+
+
 def test_long_prompts_are_left_out(tmp_path, capsys):
     path = write(tmp_path, *[{"prompt": "x" * n, "answer": 1} for n in (1, 2, 3, 900)])
     task = ppo.make_task(ppo.Args(task=f"jsonl:{path}"), always)
