@@ -326,7 +326,7 @@ class Args:
         check(not twice, self, "off_policy_loss", "clip or shape with --off-old-logp behavior, whose ratio has w in it")
         check(1 < self.clip_c < math.inf, self, "clip_c", "a number above 1")
         check(math.isfinite(self.success_reward), self, "success_reward", "a finite number")
-        check(self.seed < 2**32, self, "seed", "below 2**32")
+        check(self.seed < 2**32, self, "seed", "less than 2**32")
         check(self.clip_low < 1, self, "clip_low", "below 1")
         check(self.num_families <= len(NAMES), self, "num_families", f"at most {len(NAMES)}")
         check(self.num_rooms < 100, self, "num_rooms", "below 100")
@@ -1675,8 +1675,8 @@ def main(args: Args) -> dict[str, float]:
         for module in policy.modules():  # it works in train() mode only, and dropout would be noise in ratios
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)  # some models call F.dropout with a number of theirs
     if args.bf16:
         autocast = torch.autocast(device.type, torch.bfloat16)
         for model in filter(None, (policy, reference)):

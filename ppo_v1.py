@@ -233,6 +233,7 @@ class Args:
             check(0 <= getattr(self, name) < math.inf, self, name, "0 or a positive number")
         for name in ("gamma", "gae_lambda"):
             check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
+        check(self.seed < 2**32, self, "seed", "less than 2**32")
         check(self.max_digits >= self.min_digits, self, "max_digits", f"at least --min-digits {self.min_digits}")
         check(self.hidden_size % 16 == 0, self, "hidden_size", "a multiple of 16")
         check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", f"a divisor of {self.batch_size=}")
@@ -481,7 +482,7 @@ class PolicyWithValue(nn.Module):
         full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         full = full and getattr(config, "sliding_window", None) is None
         # transformers makes the same mask out of a 2D one, but that takes a quarter of a tiny model's forward pass
-        self.own_mask = full and config._attn_implementation == "sdpa"
+        self.own_mask = full and config._attn_implementation == "sdpa" and not getattr(config, "alibi", False)
 
     def inputs(self, ids, mask):
         """For a trunk: `mask` (B,T) covers all tokens, `ids` (B,t) the last of them, positions count real ones only."""
@@ -577,8 +578,10 @@ def load_policy(args):
         policy = PolicyWithValue(lm, args.separate_critic).eval()
     if args.chat_template and not tokenizer.chat_template:
         fail(f"--chat-template: the tokenizer of {args.model_name or 'the tiny model'} has no chat template")
+    most = (getattr(lm.config, "max_position_embeddings", None) or math.inf) - args.max_response_length
+    check(args.max_prompt_length <= most, args, "max_prompt_length", f"at most {most}: the model's positions end there")
     ids, mask = torch.tensor([[3, 3, 4, 5]]), torch.tensor([[0, 1, 1, 1]])
-    with torch.no_grad():  # not so for scaled or soft-capped logits (Cohere, Gemma 2) and for ALiBi (Bloom)
+    with torch.no_grad():  # not so for scaled or soft-capped logits (Cohere, Gemma 2)
         if not torch.allclose(lm(ids[:, 1:]).logits[:, -1], policy.step(ids, mask, DynamicCache()), atol=1e-3):
             fail(f"--model-name {args.model_name}: its logits are not its LM head applied to its last hidden state")
     # The generation config is read for its EOS ids only: its top_k or repetition penalty must not leak into sampling.
@@ -1049,6 +1052,8 @@ def warm_start(policy, task, tokenizer, eos_ids, pad_id, args):
         optimizer.zero_grad()
         (-masked_mean(logprobs, batch[3])).backward()
         optimizer.step()
+    if policy.critic is not None:
+        policy.critic.load_state_dict(policy.lm.base_model.state_dict())  # has learned the form, too
 
 
 # v1: checkpoint
@@ -1120,8 +1125,8 @@ def main(args: Args) -> dict[str, float]:
         for module in policy.modules():  # it works in train() mode only, and dropout would be noise in ratios
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-            if hasattr(module, "attention_dropout"):
-                module.attention_dropout = 0.0
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)  # some models call F.dropout with a number of theirs
     if args.bf16:
         autocast = torch.autocast(device.type, torch.bfloat16)  # also a decorator, so that no line below moves
         for model in filter(None, (policy, reference)):

@@ -34,6 +34,7 @@ def expect(capsys, tmp_path, call, *words):
         (dict(kl_coef=-0.1), ["--kl-coef -0.1"]),
         (dict(hidden_size=20), ["--hidden-size 20", "16"]),
         (dict(num_iterations=0), ["--num-iterations 0"]),
+        (dict(seed=2**32), ["--seed 4294967296", "less than 2**32"]),
         (dict(reward_fn="a.py:f", reward_model_name="b"), ["--reward-fn", "--reward-model-name"]),
     ],
 )
@@ -106,6 +107,8 @@ def test_model_folders(name, capsys, tmp_path):
     for folder in (tmp_path / "empty", tmp_path / "broken"):
         expect(capsys, tmp_path, start(name, tmp_path, model_name=str(folder)), "--model-name", folder)
     expect(capsys, tmp_path, start(name, tmp_path, chat_template=True), "--chat-template")
+    call = start(name, tmp_path, max_prompt_length=2000, max_response_length=49)  # the tiny model has 2048 positions
+    expect(capsys, tmp_path, call, "--max-prompt-length 2000", "at most 1999")
 
 
 @every_script

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import ppo
 
@@ -167,6 +175,23 @@ def test_separate_critic_leaves_the_policy_alone():
     policy(*batch, temperature=1.0)[2].sum().backward()
     assert all(parameter.grad is None for parameter in policy.lm.parameters())
     assert any(parameter.grad.abs().sum() > 0 for parameter in policy.critic.parameters() if parameter.grad is not None)
+
+
+def test_separate_critic_starts_from_the_warm_trunk():
+    args = ppo.Args(hidden_size=16, num_layers=1, separate_critic=True, sft_steps=2)
+    policy, tokenizer, eos_ids, pad_id = ppo.load_policy(args)
+    ppo.warm_start(policy, ppo.make_task(args, None), tokenizer, eos_ids, pad_id, args)
+    trunk, critic = policy.lm.base_model.state_dict(), policy.critic.state_dict()
+    assert all(torch.equal(critic[name], trunk[name]) for name in trunk)
+
+
+def test_alibi_keeps_the_mask_of_transformers():
+    """Falcon makes its slopes out of a 2D mask."""
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, alibi=True)
+    policy = ppo.PolicyWithValue(FalconForCausalLM(FalconConfig(**sizes, **SIZES)), separate_critic=False).eval()
+    ids = torch.tensor([[5, 6, 7]])
+    logits = policy.step(ids, torch.ones_like(ids), DynamicCache())
+    torch.testing.assert_close(logits, policy.lm(ids).logits[:, -1])
 
 
 def test_soft_capped_logits_are_refused(tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY_LM, metrics_without_times
 from test_equivalence import assert_same_run, weights
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import ppo
 import ppo_v1
@@ -94,6 +94,18 @@ def test_gradient_checkpointing_changes_no_number(tmp_path):
     run(tmp_path / "b", num_iterations=2, gradient_checkpointing=True)
     for a, b in zip(metrics_without_times(tmp_path / "a"), metrics_without_times(tmp_path / "b"), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+def test_gradient_checkpointing_has_no_dropout(tmp_path):
+    """OPT calls F.dropout with a number of its own, and checkpointing needs train() mode."""
+    tokenizer = ppo_v1.make_tiny_tokenizer()
+    sizes = dict(hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16)
+    config = OPTConfig(vocab_size=len(tokenizer), max_position_embeddings=64, dropout=0.5, eos_token_id=1, **sizes)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    tokenizer.save_pretrained(tmp_path / "opt")
+    options = dict(model_name=str(tmp_path / "opt"), max_prompt_length=16, num_iterations=1, update_epochs=1)
+    metrics = run(tmp_path / "run", gradient_checkpointing=True, num_minibatches=1, **options)
+    assert metrics["losses/first_ratio_error"] < 1e-5
 
 
 def test_bf16_stays_near(tmp_path):
