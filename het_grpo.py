@@ -1852,6 +1852,7 @@ def main(args: Args) -> dict[str, float]:
         policy.train(args.gradient_checkpointing)
         sums = {}  # metric -> sum over the minibatches of this update
         num_updates = num_applied = 0
+        spoiled = not data["rewards"].isfinite().all()  # one bad reward reaches every row of its group
         first_ratio_error = torch.zeros((), device=device)
         off_ratios = []
         for epoch in range(args.update_epochs):
@@ -1910,10 +1911,12 @@ def main(args: Args) -> dict[str, float]:
                 if args.fsdp:
                     stats["losses/grad_norm"] = stats["losses/grad_norm"].full_tensor()
                 num_updates += 1
-                if not math.isfinite(stats["losses/grad_norm"]):  # a NaN must not reach the weights
-                    skipped_steps, skipped_in_a_row = skipped_steps + 1, skipped_in_a_row + 1
+                watched = ("losses/policy_loss", "losses/grad_norm")
+                if not all(math.isfinite(stats[name]) for name in watched):  # a NaN must not reach the weights
+                    skipped_steps += 1
+                    skipped_in_a_row += not spoiled or num_updates == 1  # a bad reward costs its updates, not the run
                     if skipped_in_a_row >= args.max_skipped_steps:
-                        fail(f"{skipped_in_a_row} gradients in a row were not finite (iteration {iteration})", code=1)
+                        fail(f"{skipped_in_a_row} updates in a row were not finite (iteration {iteration})", code=1)
                     continue
                 optimizer.step()
                 num_applied, skipped_in_a_row = num_applied + 1, 0

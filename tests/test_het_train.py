@@ -804,6 +804,7 @@ def test_nan_reward(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(het.LockEnv, "step", lambda self, action: ("open", math.nan, True))
     metrics = run(tmp_path / "skip", method="baseline")
     assert metrics["losses/skipped_steps"] == 6 and "losses/policy_loss" not in metrics
+    run(tmp_path / "epochs", method="baseline", num_iterations=2, update_epochs=6)  # 12 updates, but 2 bad batches
     fails(capsys, lambda: run(tmp_path / "fail", method="baseline", nan_rewards="fail"), "reward", "nan")
 
 
