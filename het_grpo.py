@@ -133,7 +133,7 @@ class Args:
     num_rollouts: int | None = None
     """end after this many rollouts instead, those that fill the pool included, for the schedules, too"""
     learning_rate: float = 1e-3
-    """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
+    """at the start; by default it falls linearly to 0 over the run"""
     update_epochs: int = 1
     """passes over the rollouts of an iteration"""
     num_minibatches: int = 2
@@ -209,7 +209,8 @@ class Args:
     tis_cap: float = 2.0
     """tis: bound on w = pi_old(y|x) / pi_old(y|x,experience) per token"""
 
-    # replay
+    # replay; the published values, which the study found worse: --replay-old-logp recorded --replay-loss shape
+    # --retire-solved --experience-lbound 0 --bucket-weights normal --replay-start success --replay-start-ratio 0.35
     use_experience_replay: bool = False
     """bring back recorded successes"""
     exp_ratio: float = 0.5
@@ -1574,7 +1575,7 @@ def practise(policy, world: World, dialogue, pad_id, args):
     rng = np.random.default_rng([args.seed, 1])
     device = next(policy.parameters()).device
     turns = {}  # action -> ids; a turn that does not fill its tokens has to say that it ends
-    for step in range(args.warm_start_steps):
+    for _ in range(args.warm_start_steps):
         rows = []
         for _ in range(64):
             query, experience, game, advice = world.practice(rng, rng.random() < 0.6)

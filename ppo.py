@@ -111,7 +111,7 @@ class Args:
     num_iterations: int = 150
     """rollout + update rounds"""
     learning_rate: float = 1e-4
-    """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
+    """at the start; by default it falls linearly to 0 over the run"""
     update_epochs: int = 4
     """passes over the rollouts of an iteration"""
     num_minibatches: int = 2
@@ -640,7 +640,8 @@ def generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, max_response_leng
 def decode(tokenizer, response_ids, response_mask, eos_ids) -> tuple[list[str], list[bool]]:
     """-> texts without the EOS, and which rows have one"""
     rows = [ids[:n] for ids, n in zip(response_ids.tolist(), response_mask.sum(1).tolist(), strict=True)]
-    ended = [row[-1] in eos_ids.tolist() for row in rows]
+    ends = set(eos_ids.tolist())
+    ended = [row[-1] in ends for row in rows]
     rows = [row[:-1] if end else row for row, end in zip(rows, ended, strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=True), ended
 
@@ -789,8 +790,7 @@ def main(args: Args) -> dict[str, float]:
     device = pick_device(args.device)
     policy, tokenizer, eos_ids, pad_id = load_policy(args)
     policy, eos_ids = policy.to(device), eos_ids.to(device)
-    lengths = lambda prompts: map(len, encode_prompts(tokenizer, prompts, args.chat_template))  # noqa: E731
-    task = make_task(args, lengths)
+    task = make_task(args, lambda prompts: [len(row) for row in encode_prompts(tokenizer, prompts, args.chat_template)])
     scorer = make_scorer(args, task, device)
 
     if args.model_name is None:

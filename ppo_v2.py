@@ -137,7 +137,7 @@ class Args:
     num_iterations: int = 150
     """rollout + update rounds"""
     learning_rate: float = 1e-4
-    """at the start of the schedule; ppo.py lets it fall linearly to 0 over the run"""
+    """at the start; by default it falls linearly to 0 over the run"""
     update_epochs: int = 4
     """passes over the rollouts of an iteration"""
     num_minibatches: int = 2
@@ -917,7 +917,8 @@ def generate(policy, prompt_ids, prompt_mask, eos_ids, pad_id, max_response_leng
 def decode(tokenizer, response_ids, response_mask, eos_ids) -> tuple[list[str], list[bool]]:
     """-> texts without the EOS, and which rows have one"""
     rows = [ids[:n] for ids, n in zip(response_ids.tolist(), response_mask.sum(1).tolist(), strict=True)]
-    ended = [row[-1] in eos_ids.tolist() for row in rows]
+    ends = set(eos_ids.tolist())
+    ended = [row[-1] in ends for row in rows]
     rows = [row[:-1] if end else row for row, end in zip(rows, ended, strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=True), ended
 
@@ -964,7 +965,9 @@ def bring_up_to_date(policy, samples: list[dict], draw_weights, fresh: dict, pad
     batch["value_weights"] = torch.ones_like(mask)
     if args.replay_advantages == "positive":
         batch["advantages"] = gains(advantages, mask, fresh["advantages"], fresh["response_mask"])
-        batch["value_weights"] = torch.zeros_like(mask)  # shown successes above all, a critic would expect them
+        # Shown successes above all, a critic would expect them. The loss still counts drawn tokens in its mean, so the
+        # critic is taught a little less: vf_coef times the share of fresh tokens.
+        batch["value_weights"] = torch.zeros_like(mask)
     return batch, advantages, (prox_logprobs - behaviour_logprobs) * mask
 
 
@@ -1330,8 +1333,7 @@ def main(args: Args) -> dict[str, float]:
         fail("--fsdp True is not allowed: it needs torchrun with two processes or more")
     policy, tokenizer, eos_ids, pad_id = load_policy(args)
     policy, eos_ids = policy.to(device), eos_ids.to(device)
-    lengths = lambda prompts: map(len, encode_prompts(tokenizer, prompts, args.chat_template))  # noqa: E731
-    task = make_task(args, lengths)
+    task = make_task(args, lambda prompts: [len(row) for row in encode_prompts(tokenizer, prompts, args.chat_template)])
     scorer = make_scorer(args, task, device)
 
     if args.model_name is None:
@@ -1384,8 +1386,9 @@ def main(args: Args) -> dict[str, float]:
     if args.use_replay_buffer:
         forecast, limit = forecast_efficiency(args.batch_size, sample_size, max_reuse)
         print(f"replay: EFF will come near {forecast:.2f}x (limited by {limit})")
-        if args.min_replay_size > args.num_iterations * args.batch_size:
-            print(f"warning: {args.num_iterations * args.batch_size} rollouts in all never reach --min-replay-size")
+        most = (args.num_iterations - 1) * args.batch_size  # the last draw comes before the last rollouts are stored
+        if args.min_replay_size > most:
+            print(f"warning: the {most} rollouts before the last update never reach --min-replay-size")
     # v1: checkpoint
     if saved:
         load_state(policy, optimizer, saved["policy"], saved["optimizer"])
@@ -1508,17 +1511,18 @@ def main(args: Args) -> dict[str, float]:
             )
             drawn_mask = drawn["response_mask"].float()
             buffer.refresh(uids, drawn_advantages, drawn_mask)
-            drift_kl = ((drift.exp() - 1 - drift) * drawn_mask).sum(1) / drawn_mask.sum(1)  # k3 of KL(mu | pi_prox)
+            token_kl = drift.exp() - 1 - drift  # k3 of KL(mu | pi_prox)
             replay_metrics = {
                 "replay/ess": effective_sample_size(drawn["is_weights"][drawn_mask.bool()]).item(),
                 "replay/is_mean": masked_mean(drawn["is_weights"], drawn_mask).item(),
                 "replay/is_cap_frac": masked_mean((drift.exp() >= args.replay_is_cap).float(), drawn_mask).item(),
-                "replay/kl_behaviour": masked_mean(drift_kl[:, None].expand_as(drawn_mask), drawn_mask).item(),
+                "replay/kl_behaviour": masked_mean(token_kl, drawn_mask).item(),
                 "replay/age": float(iteration - buffer.births[np.searchsorted(buffer.uids, uids)].mean()),
                 "replay/score": float(np.mean([sample["scores"] for sample in samples])),
             }
             # v2: controllers
             if args.replay_max_kl is not None:
+                drift_kl = (token_kl * drawn_mask).sum(1) / drawn_mask.sum(1)  # of an answer
                 near = (drift_kl <= args.replay_max_kl).nonzero().squeeze(-1)
                 near = near[: len(near) // world_size * world_size]
                 drawn, num_drawn = {name: x[near] for name, x in drawn.items()}, len(near)
@@ -1636,9 +1640,9 @@ def main(args: Args) -> dict[str, float]:
             trained += (args.batch_size + num_drawn) if num_applied else 0
             replayed_total += num_drawn if num_applied else 0
             last_kl = metrics.get("losses/approx_kl", last_kl)
-            stats = buffer.buffer_stats(iteration)
-            metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
-            metrics |= {"buffer_size": len(buffer), "avg_sample_reuse": stats["avg_reuse_count"]}
+            held = buffer.buffer_stats(iteration)
+            metrics |= {f"buffer_stats/{name}": value for name, value in held.items()}
+            metrics |= {"buffer_size": len(buffer), "avg_sample_reuse": held["avg_reuse_count"]}
             metrics |= {"replay_ratio": replayed_total / global_step, "sample_efficiency": trained / global_step}
             metrics |= {"replay/beta": beta, **replay_metrics}
             for source in ("fresh", "replay"):

@@ -497,5 +497,5 @@ def test_bad_options(options, words, capsys):
 
 
 def test_a_run_too_short_for_its_buffer_is_told(tmp_path, capsys):
-    run(tmp_path / "run", use_replay_buffer=True, min_replay_size=100)
-    assert "24 rollouts in all never reach --min-replay-size" in capsys.readouterr().out
+    run(tmp_path / "run", use_replay_buffer=True, min_replay_size=17)
+    assert "the 16 rollouts before the last update never reach --min-replay-size" in capsys.readouterr().out
