@@ -5,6 +5,7 @@ An agent plays a text game over several turns and is helped by two kinds of expe
                          is kept, stripped or, task by task, mixed (AgentEvolver, arXiv:2511.10395): --method
     trajectory replay  - recorded successes come back into the group of their task, so that a group which fails has
                          something to learn (ExGRPO, arXiv:2510.02245; LUFFY, arXiv:2504.14945): --use-experience-replay
+
 Everything off is plain GRPO. The built-in game needs no download: a tiny Llama opens locks whose secrets it must find.
 Simplified on purpose: no vLLM, no LoRA; an experience is what a success did, no second model writes it.
 Shapes: B rollouts in groups of n, P prompt tokens (left-padded), R tokens of all turns (right-padded), V vocabulary.
@@ -314,6 +315,7 @@ class Args:
             fail(f"--experience-template {self.experience_template!r} is not allowed: it must hold exactly one {{}}")
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
+        check(self.group_size >= 2, self, "group_size", "2 or more: an advantage is a difference within a group")
         check(-1 <= self.experience_lbound < self.group_size, self, "experience_lbound", "from -1 to n - 1")
         allowed = f"above --experience-lbound {self.experience_lbound} and at most n = {self.group_size}"
         fits = self.experience_lbound < self.experience_rbound <= self.group_size
@@ -335,11 +337,12 @@ class Args:
         self.batch_size = self.num_tasks * self.group_size
         if self.num_rollouts is not None:
             self.num_iterations = math.ceil(self.num_rollouts / self.batch_size)  # without replay; for schedules
-        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations=}")
-        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", f"a divisor of {self.batch_size=}")
+        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations} iterations")
+        divisor = f"a divisor of {self.batch_size}, the rollouts of an iteration"
+        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", divisor)
         self.minibatch_size = self.batch_size // self.num_minibatches
         divides = self.minibatch_size % self.gradient_accumulation_steps == 0
-        check(divides, self, "gradient_accumulation_steps", f"a divisor of {self.minibatch_size=}")
+        check(divides, self, "gradient_accumulation_steps", f"a divisor of {self.minibatch_size}, the minibatch")
 
 
 def fail(message: str, code: int = 2) -> NoReturn:
@@ -538,6 +541,8 @@ def make_gym_world(args) -> World:
         except Exception as error:  # unknown id, missing module, a constructor that fails: many types, one meaning
             reason = (str(error) or repr(error)).splitlines()[0]
             fail(f"--env {args.env} is neither lock, lock-parts, a Gymnasium id nor module:Class: {reason}")
+        if isinstance(getattr(made, "observation_space", None), gym.spaces.Box):
+            fail(f"--env {args.env}: its observations are arrays of numbers; an agent that reads needs text or choices")
         return GymEnv(made, kind, label, seed)
 
     def task(family, number):  # number: room of a lake, seed of anything else
@@ -646,6 +651,8 @@ def make_word_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def load_pretrained(auto_class, name: str, option: str):
+    if name[0] in "./~" and not Path(name).is_dir():
+        fail(f"{option} {name}: there is no such folder")
     kwargs = {} if auto_class is AutoTokenizer else {"dtype": torch.float32}
     try:
         loaded = auto_class.from_pretrained(name, **kwargs)
@@ -1571,6 +1578,7 @@ def save_model(policy, tokenizer, folder: Path, rank: int):
 def practise(policy, world: World, dialogue, pad_id, args):
     """Warm start: supervised steps on games with random rules. What comes out can play, and follows advice; it knows no
     secret. Without advice the teacher acts at random."""
+    print(f"warm start: {args.warm_start_steps} supervised steps on games with random rules", flush=True)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
     rng = np.random.default_rng([args.seed, 1])
     device = next(policy.parameters()).device
@@ -1702,10 +1710,10 @@ def main(args: Args) -> dict[str, float]:
         pool.records, metrics = saved["pool"], saved["metrics"]
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
-        cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
-        for path in (run_dir / "checkpoints").glob("checkpoint_*.pt"):
-            if path.name > f"checkpoint_{iteration:08d}.pt":  # of a branch given up, as are the rows just cut
+        for path in sorted((run_dir / "checkpoints").glob("checkpoint_*.pt")):
+            if path.name > f"checkpoint_{iteration:08d}.pt":  # of a branch given up; killed here, one of them is whole
                 path.unlink()
+        cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
         if (run_dir / "best.old").exists() and not (run_dir / "best").exists():
             (run_dir / "best.old").rename(run_dir / "best")  # killed between the two renames of save_model
     stop, stopping = StopSignal(), False
@@ -2044,4 +2052,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    try:
+        main(parse_args(Args))
+    except KeyboardInterrupt:
+        fail("interrupted", code=130)

@@ -2,13 +2,15 @@
 
 The loop of lm-human-preferences (arXiv:1909.08593) with the details that later work settled on:
     prompts -> sample -> score -> log-probs, values, reference -> token rewards -> GAE -> whiten -> minibatch epochs
+
 The built-in task needs no download: a tiny Llama, taught the form of an answer but not how to find it, learns to sort.
 Simplified on purpose: one process, no checkpoints (ppo_v1.py), every rollout serves one update (ppo_v2.py).
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary, H hidden size.
 
     python ppo.py                                                                   # sort digits, CPU, about a minute
     python ppo.py --task add                                                        # the other built-in task
-    python ppo.py --model-name FOLDER --chat-template --task jsonl:questions.jsonl  # any Hugging Face causal LM
+    python ppo.py --model-name FOLDER --chat-template --task jsonl:questions.jsonl --max-response-length 64
+        --batch-size 16 --learning-rate 2e-5    # any Hugging Face causal LM; the defaults are for the tiny one
 """
 
 import contextlib
@@ -169,7 +171,8 @@ class Args:
         check(self.seed < 2**32, self, "seed", "less than 2**32")
         check(self.max_digits >= self.min_digits, self, "max_digits", f"at least --min-digits {self.min_digits}")
         check(self.hidden_size % 16 == 0, self, "hidden_size", "a multiple of 16")
-        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", f"a divisor of {self.batch_size=}")
+        divisor = f"a divisor of --batch-size {self.batch_size}"
+        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", divisor)
         check(not (self.reward_fn and self.reward_model_name), self, "reward_fn", "left out with --reward-model-name")
         self.minibatch_size = self.batch_size // self.num_minibatches
 
@@ -474,6 +477,8 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_pretrained(auto_class, name: str, option: str):
+    if name[0] in "./~" and not Path(name).is_dir():
+        fail(f"{option} {name}: there is no such folder")
     kwargs = {} if auto_class is AutoTokenizer else {"dtype": torch.float32}
     try:
         loaded = auto_class.from_pretrained(name, **kwargs)
@@ -761,6 +766,7 @@ def pick_device(name: str) -> torch.device:
 # --- main ---
 def warm_start(policy, task, tokenizer, eos_ids, pad_id, args):
     """Supervised steps on scrambled answers: what comes out answers in the right form, and is right by chance only."""
+    print(f"warm start: {args.sft_steps} supervised steps on answers that are right in form only", flush=True)
     optimizer = torch.optim.AdamW(policy.lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
     for step in range(args.sft_steps):
@@ -951,4 +957,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    try:
+        main(parse_args(Args))
+    except KeyboardInterrupt:
+        fail("interrupted", code=130)

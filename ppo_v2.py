@@ -8,6 +8,7 @@ Differs from ppo_v1.py (each item is a marker in the code):
     v2: mix          - every minibatch holds fresh and replayed rows in proportion
     v2: controllers  - reuse by KL, a growing buffer, a limit on the distance to the policy that sampled
     v2: status       - BUF and EFF, what the buffer holds, what replay does to the update
+
 Names: mu sampled a rollout, pi_prox is the policy at the start of this update, pi_theta the one being optimised.
 Without --use-replay-buffer this is ppo_v1.py, bit for bit.
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary, H hidden size.
@@ -275,7 +276,8 @@ class Args:
         check(self.seed < 2**32, self, "seed", "less than 2**32")
         check(self.max_digits >= self.min_digits, self, "max_digits", f"at least --min-digits {self.min_digits}")
         check(self.hidden_size % 16 == 0, self, "hidden_size", "a multiple of 16")
-        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", f"a divisor of {self.batch_size=}")
+        divisor = f"a divisor of --batch-size {self.batch_size}"
+        check(self.batch_size % self.num_minibatches == 0, self, "num_minibatches", divisor)
         check(not (self.reward_fn and self.reward_model_name), self, "reward_fn", "left out with --reward-model-name")
         self.minibatch_size = self.batch_size // self.num_minibatches
         # v1: the options of this file
@@ -286,11 +288,17 @@ class Args:
         for name, least in (("target_kl", 0), ("clip_coef_high", 0), ("dual_clip", 1)):
             value = getattr(self, name)
             check(value is None or least < value < math.inf, self, name, f"a number above {least}, or left out")
-        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations=}")
+        check(self.warmup_steps < self.num_iterations, self, "warmup_steps", f"below {self.num_iterations} iterations")
         divides = self.minibatch_size % self.gradient_accumulation_steps == 0
-        check(divides, self, "gradient_accumulation_steps", f"a divisor of {self.minibatch_size=}")
+        check(divides, self, "gradient_accumulation_steps", f"a divisor of {self.minibatch_size}, the minibatch")
         check(self.kl_coef > 0 or not self.adaptive_kl, self, "kl_coef", "positive with --adaptive-kl")
         # v2: buffer
+        names = list(self.__dataclass_fields__)
+        for name in names[names.index("use_replay_buffer") + 1 : names.index("eval_every")]:
+            given = getattr(self, name) != getattr(Args, name)  # it would do nothing, and nobody would notice
+            check(self.use_replay_buffer or not given, self, name, "left out without --use-replay-buffer")
+        both = self.new_samples_ratio is not None and self.replay_sample_size != Args.replay_sample_size
+        check(not both, self, "replay_sample_size", "left out with --new-samples-ratio")
         for name in ("replay_buffer_size", "replay_sample_size", "max_replay_reuse", "staleness_threshold"):
             check(getattr(self, name) >= 1, self, name, "1 or more")
         for name in ("min_replay_size", "replay_grow_iteration", "replay_start_size", "replay_epochs"):
@@ -606,6 +614,8 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_pretrained(auto_class, name: str, option: str):
+    if name[0] in "./~" and not Path(name).is_dir():
+        fail(f"{option} {name}: there is no such folder")
     kwargs = {} if auto_class is AutoTokenizer else {"dtype": torch.float32}
     try:
         loaded = auto_class.from_pretrained(name, **kwargs)
@@ -1270,6 +1280,7 @@ def save_model(policy, tokenizer, folder: Path, rank: int):
 # --- main ---
 def warm_start(policy, task, tokenizer, eos_ids, pad_id, args):
     """Supervised steps on scrambled answers: what comes out answers in the right form, and is right by chance only."""
+    print(f"warm start: {args.sft_steps} supervised steps on answers that are right in form only", flush=True)
     optimizer = torch.optim.AdamW(policy.lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
     for step in range(args.sft_steps):
@@ -1406,10 +1417,10 @@ def main(args: Args) -> dict[str, float]:
             beta = annealed if args.priority_beta_increment else beta
         print(f"resumed {resume_path} at iteration {iteration}")
     if args.resume and rank == 0:
-        cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
-        for path in (run_dir / "checkpoints").glob("checkpoint_*.pt"):
-            if path.name > f"checkpoint_{iteration:08d}.pt":  # of a branch given up, as are the rows just cut
+        for path in sorted((run_dir / "checkpoints").glob("checkpoint_*.pt")):
+            if path.name > f"checkpoint_{iteration:08d}.pt":  # of a branch given up; killed here, one of them is whole
                 path.unlink()
+        cut_back(run_dir / "metrics.jsonl", global_step if saved else -1)
         if (run_dir / "best.old").exists() and not (run_dir / "best").exists():
             (run_dir / "best.old").rename(run_dir / "best")  # killed between the two renames of save_model
     # v1: signals
@@ -1723,4 +1734,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    try:
+        main(parse_args(Args))
+    except KeyboardInterrupt:
+        fail("interrupted", code=130)

@@ -104,6 +104,7 @@ def test_model_folders(name, capsys, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text('{"model_type": "llama"')
+    expect(capsys, tmp_path, start(name, tmp_path, model_name="./none"), "--model-name ./none", "no such folder")
     for folder in (tmp_path / "empty", tmp_path / "broken"):
         expect(capsys, tmp_path, start(name, tmp_path, model_name=str(folder)), "--model-name", folder)
     expect(capsys, tmp_path, start(name, tmp_path, chat_template=True), "--chat-template")

@@ -767,6 +767,8 @@ def test_bad_input(tmp_path, capsys):
     fails(capsys, lambda: run(tmp_path / "new", experience_pool=str(tmp_path / "pool")), "pool: line 2")
     fails(capsys, lambda: run(tmp_path / "new", env="Nothing-v9"), "--env Nothing-v9")
     fails(capsys, lambda: run(tmp_path / "new", env="no_such_module:Env"), "--env no_such_module:Env")
+    fails(capsys, lambda: run(tmp_path / "new", env="CartPole-v1"), "--env CartPole-v1", "arrays of numbers")
+    fails(capsys, lambda: run(tmp_path / "new", group_size=1), "--group-size 1", "2 or more")
     fails(capsys, lambda: run(tmp_path / "new", num_tasks=16), "--num-tasks 16", "12")
     fails(capsys, lambda: run(tmp_path / "new", max_context=5), "--max-context 5")
     fails(capsys, lambda: run(tmp_path / "new", max_context=9999), "--max-context 9999", "2048")

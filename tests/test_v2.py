@@ -223,7 +223,8 @@ def test_fresh_rows_have_weight_one_and_stale_rows_their_own(correction, tmp_pat
 
 def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
     updates = spy(monkeypatch, "policy_loss")
-    run(tmp_path / "run", **REPLAY | dict(num_minibatches=4, new_samples_ratio=0.5, update_epochs=1, num_iterations=3))
+    options = REPLAY | dict(num_minibatches=4, update_epochs=1, num_iterations=3)
+    run(tmp_path / "run", **options | dict(new_samples_ratio=0.5, replay_sample_size=ppo_v2.Args.replay_sample_size))
     assert [len(args[0]) for args, _, _ in updates] == [2] * 4 + [4] * 8
     for args, _, _ in updates[4:]:
         assert (args[4][:2] == 1).all()
@@ -490,10 +491,19 @@ def test_the_five_scenarios_of_the_readme_run(tmp_path):
         (dict(new_samples_ratio=1.5), ["--new-samples-ratio 1.5"]),
         (dict(new_samples_ratio=0.0), ["--new-samples-ratio 0.0"]),
         (dict(replay_is_cap=0.0), ["--replay-is-cap 0.0", "positive"]),
+        (dict(new_samples_ratio=0.5, replay_sample_size=9), ["--replay-sample-size 9", "--new-samples-ratio"]),
     ],
 )
 def test_bad_options(options, words, capsys):
     fails(capsys, lambda: ppo_v2.Args(use_replay_buffer=True, **options), *words)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("replay_buffer_size", 7), ("priority_age_tau", None), ("adaptive_reuse", True)]
+)
+def test_replay_options_need_replay(name, value, capsys):
+    flag = "--" + name.replace("_", "-")
+    fails(capsys, lambda: ppo_v2.Args(**{name: value}), f"{flag} {value}", "left out without --use-replay-buffer")
 
 
 def test_a_run_too_short_for_its_buffer_is_told(tmp_path, capsys):
