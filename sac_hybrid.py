@@ -1887,10 +1887,11 @@ def main(args: Args) -> dict[str, float]:
 
             # 5 save
             due = args.save_every and step % args.save_every == 0
-            if due or step == args.max_steps or stop_signal.received:
+            stopping = stop_signal.received is not None  # read once: what ends here has been saved
+            if due or step == args.max_steps or stopping:
                 save(step)
             link.step_handled()  # not before: the actor waits, so the checkpoint is of one moment
-            if stop_signal.received:
+            if stopping:
                 break
     finally:
         link.stop()

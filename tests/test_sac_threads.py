@@ -307,6 +307,27 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
     assert metrics["charts/updates"] == 2 * max(0, step + 5 - 20)
 
 
+def signal_at(monkeypatch, step):
+    """SIGTERM arrives just before this step counts as handled, after its checkpoint was due"""
+    handled = Link.step_handled
+
+    def interrupt(self):
+        if self.handled + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)  # the handler runs here, in the main thread
+        handled(self)
+
+    monkeypatch.setattr(Link, "step_handled", interrupt)
+
+
+def test_a_signal_after_the_save_is_for_the_next_step(tmp_path, monkeypatch, capsys):
+    signal_at(monkeypatch, 30)
+    main(Args(**TINY, run_dir=str(tmp_path / "run")))
+    (path,) = (tmp_path / "run" / "checkpoints").glob("checkpoint_*.pth")
+    assert path.name == "checkpoint_31.pth" and f"saved {path};" in capsys.readouterr().out
+    assert load_checkpoint(path)["link"]["handled"] == 31
+
+
 def test_wire_carries_a_transition_unchanged():
     env = RobotEnv(Args())
     obs, rng = env.reset(3), np.random.default_rng(0)
