@@ -512,7 +512,7 @@ class RobotEnv:
 
     def step(self, action):
         """-> next_obs, reward, terminated, truncated, success, the human's action or None"""
-        action = np.array(action, np.float64)
+        action, held = np.array(action, np.float64), self.last_command
         if self.layout.num_grippers and not self.args.built_in:  # "stay" holds the last command
             command = action[self.layout.gripper]
             self.last_command = np.where(np.round(command) == 0, self.last_command, command)
@@ -529,8 +529,8 @@ class RobotEnv:
                 problem = f"shape {human.shape}" if human.shape != executed.shape else "a value that is not finite"
                 fail(f'info["intervene_action"] has {problem}: {executed.shape} finite numbers are needed', code=1)
             human = ((np.clip(human, self.low, self.high) - self.center) / self.scale).astype(np.float32)
-            command = human[self.layout.gripper]  # "stay" then holds what the human did
-            self.last_command = np.where(np.round(command) == 0, self.last_command, command)
+            command = human[self.layout.gripper]  # "stay" then holds what was executed: the policy's command was not
+            self.last_command = np.where(np.round(command) == 0, held, command)
         return self.observe(raw), float(reward), bool(terminated), bool(truncated), success, human
 
 

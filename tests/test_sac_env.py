@@ -196,6 +196,12 @@ def test_stay_holds_the_last_command(tmp_path):
     env.env.step = real
     act(0)
     assert env.env.seen[6:] == [1, -1], "the human closed it: stay keeps it closed"
+    act(1)
+    env.env.step = lambda a: (*real(a)[:4], {"intervene_action": np.zeros(7, np.float32)})
+    act(-1)
+    env.env.step = real
+    act(0)
+    assert env.env.seen[-1] == 1, "the human stayed: the policy's close was never executed"
     env.reset(0)
     act(0)
     assert env.env.seen[-1] == 0, "a new episode holds nothing"
