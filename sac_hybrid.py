@@ -1899,23 +1899,26 @@ def main(args: Args) -> dict[str, float]:
             thread.join(timeout=5)
         stop_signal.restore()
 
-    interrupted = stop_signal.received and link.handled < args.max_steps
+    if link.handled < args.max_steps:  # stopped by a signal
+        writer.bar.close()
+        env.close()
+        if world > 1:
+            dist.destroy_process_group()
+        where = f"--run-dir {run_dir}" + (f" --save-dir {save_dir}" if args.save_dir else "")
+        print(f"saved {save_dir / f'checkpoint_{link.handled}.pth'}; --resume auto {where} continues it")
+        return metrics
     summary = {"global_step": link.handled, "updates": agent.updates, "seconds": round(time.time() - start_time, 1)}
-    if not interrupted:
-        if best is not None:
-            agent.load_networks(best)
-        if args.report_episodes:
-            metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
-        save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
+    if best is not None:
+        agent.load_networks(best)
+    if args.report_episodes:
+        metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
+    save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
     env.close()
     curves = ["eval/success_rate", "charts/success_rate", "charts/intervention_rate"]
     curves += ["losses/critic_loss", "losses/actor_loss", "losses/alpha"]
     writer.close(summary | metrics, curves)
     if world > 1:
         dist.destroy_process_group()
-    if interrupted:
-        print(f"saved {save_dir / f'checkpoint_{link.handled}.pth'}; --resume auto continues it")
-        return metrics
     work = f"{link.handled} environment steps, {agent.updates} updates in {summary['seconds']} s"
     print(f"{work}: actor {metrics.get('charts/SPS', 0):.0f} Hz, {metrics.get('charts/UPS', 0):.0f} updates/s")
     rate, episodes = metrics.get("eval/success_rate", math.nan), f"{args.report_episodes} fresh episodes without human"

@@ -1836,7 +1836,9 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
 
     seconds = round(time.time() - start_time, 1)
     if step < last_step:
-        print(f"saved {save_dir / f'checkpoint_{step}.pth'}; --resume auto continues it")
+        writer.bar.close()
+        where = f"--run-dir {run_dir}" + (f" --save-dir {save_dir}" if args.save_dir else "")
+        print(f"saved {save_dir / f'checkpoint_{step}.pth'}; --resume auto {where} continues it")
         return metrics
     metrics |= scores or evaluate_frozen(agent.policy, env, 10_000, args.eval_episodes)  # resumed at its end: none yet
     if rank == 0:

@@ -298,7 +298,8 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == 0 and "Traceback" not in err and "--resume auto continues" in out
+    assert process.returncode == 0 and "Traceback" not in err
+    assert f"--resume auto --run-dir {run_dir} continues it" in out
     (path,) = (run_dir / "checkpoints").glob("checkpoint_*.pth")
     step = int(path.stem[11:])
     state = load_checkpoint(path)
@@ -326,6 +327,21 @@ def test_a_signal_after_the_save_is_for_the_next_step(tmp_path, monkeypatch, cap
     (path,) = (tmp_path / "run" / "checkpoints").glob("checkpoint_*.pth")
     assert path.name == "checkpoint_31.pth" and f"saved {path};" in capsys.readouterr().out
     assert load_checkpoint(path)["link"]["handled"] == 31
+
+
+def test_a_signal_before_the_first_log_line(tmp_path, monkeypatch, capsys):
+    options = TINY | dict(eval_episodes=0, report_episodes=0)
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    own = dict(run_dir=str(tmp_path / "run"), save_dir=str(tmp_path / "saved"))
+    with monkeypatch.context() as patch:
+        signal_at(patch, 3)
+        main(Args(**options, **own))
+    hint = capsys.readouterr().out.splitlines()[-1]
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in own.items()]
+    assert hint == f"saved {own['save_dir']}/checkpoint_4.pth; --resume auto {' '.join(words)} continues it"
+    assert not (tmp_path / "run").exists()  # no summary and no curves of a run that has not ended
+    main(Args(**options, **own, resume="auto"))
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
 def test_wire_carries_a_transition_unchanged():

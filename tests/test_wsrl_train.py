@@ -310,7 +310,9 @@ def test_signal_saves_and_ends(tmp_path, data, monkeypatch, capsys):
     monkeypatch.setattr(wsrl_warmup.Writer, "log", interrupt)
     run(tmp_path / "run", data)
     monkeypatch.setattr(wsrl_warmup.Writer, "log", log)
-    assert last_state(tmp_path / "run")["step"] == 25 and "--resume auto" in capsys.readouterr().out
+    assert last_state(tmp_path / "run")["step"] == 25
+    assert f"--resume auto --run-dir {tmp_path / 'run'} continues it" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "summary.json").exists()
     run(tmp_path / "run", data, resume="auto")
     run(tmp_path / "whole", data)
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
