@@ -1605,7 +1605,7 @@ def newest_checkpoint(args: Args) -> Path | None:
     if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
         return Path(args.resume) if args.resume else None
     runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
-    folders = [run / "checkpoints" for run in runs[-1:]]
+    folders = [run / "checkpoints" for run in reversed(runs)]  # the newest may have been killed before it saved
     if args.resume != "auto":
         folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
     elif args.save_dir or args.run_dir:

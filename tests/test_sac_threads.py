@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import sac_hybrid
+import wsrl_warmup
 from sac_hybrid import Args, FrameBuffer, Link, RobotEnv, SACHybridAgent, load_checkpoint, main
 
 TINY = dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
@@ -245,6 +246,22 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path, capsys):
             main(Args(**TINY, resume=str(tmp_path / f"{name}.pth")))
         err = capsys.readouterr().err
         assert end.value.code == 2 and words in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("script", [sac_hybrid, wsrl_warmup])
+def test_auto_takes_the_newest_run_that_has_a_checkpoint(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = script.Args(exp_name="mine", seed=3, resume="auto")
+    for age, name in enumerate(("mine__3__30", "mine__3__20", "mine__3__10", "mine__4__40")):
+        folder = tmp_path / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        if age > 0:  # the newest was killed before its first one
+            (folder / "checkpoint_9.pth").touch()
+            (folder / "checkpoint_10.pth").touch()
+        os.utime(folder.parent, (1000 - age, 1000 - age))
+    assert script.newest_checkpoint(args) == Path("runs/mine__3__20/checkpoints/checkpoint_10.pth")
+    assert script.newest_checkpoint(script.Args(exp_name="mine", seed=5, resume="auto")) is None
+    assert "nothing to resume in runs/: starting fresh" in capsys.readouterr().out
 
 
 def test_resume_checks_what_it_continues(tmp_path, capsys):
