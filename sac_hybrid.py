@@ -1648,6 +1648,19 @@ def cut_back(path: Path, global_step: int):
         os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
+def drop_later(folder: Path, step: int):
+    """Delete what was saved after the resumed step: auto would take that branch, which is given up, for the newest.
+
+    Lowest first, buffers last: killed on the way, the newest of it is still whole, with its metrics, or none is left.
+    """
+    for kind in ("checkpoint", "buffers"):
+        steps = {path: path.stem[len(kind) + 1 :] for path in folder.glob(f"{kind}_*.pth")}
+        later = {path: int(number) for path, number in steps.items() if number.isdigit() and int(number) > step}
+        for path in sorted(later, key=later.get):
+            path.unlink()
+            print(f"dropped {path}, saved after step {step}", flush=True)
+
+
 def create_test_data(args: Args) -> list[str]:
     paths = []
     for name, num_demos in (("success", args.num_demos or 50), ("failure", 5)):
@@ -1781,6 +1794,8 @@ def main(args: Args) -> dict[str, float]:
             demo_rb.load_state_dict(buffers["demo_rb"])
         else:
             print("no buffers beside this checkpoint: it learns from the demos and from what comes", flush=True)
+        if checkpoint_path.parent.resolve() == save_dir.resolve():
+            drop_later(save_dir, link.handled)
         cut_back(run_dir / "metrics.jsonl", link.handled)
         print(f"resumed {checkpoint_path}: {link.handled} environment steps, {agent.updates} updates", flush=True)
 

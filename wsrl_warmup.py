@@ -1560,6 +1560,19 @@ def cut_back(path: Path, global_step: int):
         os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
+def drop_later(folder: Path, step: int):
+    """Delete what was saved after the resumed step: auto would take that branch, which is given up, for the newest.
+
+    Lowest first, buffers last: killed on the way, the newest of it is still whole, with its metrics, or none is left.
+    """
+    for kind in ("checkpoint", "buffers"):
+        steps = {path: path.stem[len(kind) + 1 :] for path in folder.glob(f"{kind}_*.pth")}
+        later = {path: int(number) for path, number in steps.items() if number.isdigit() and int(number) > step}
+        for path in sorted(later, key=later.get):
+            path.unlink()
+            print(f"dropped {path}, saved after step {step}", flush=True)
+
+
 def main(args: Args, alone: bool = False) -> dict[str, float]:
     """`alone`: not with the other processes of torchrun, as the run that makes demos"""
     if args.num_threads:
@@ -1640,6 +1653,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
             offline_rb = make_buffer(args, env, state["offline_rb"]["capacity"])
             offline_rb.load_state_dict(state["offline_rb"])
         if saved and rank == 0:
+            if checkpoint_path.parent.resolve() == save_dir.resolve():
+                drop_later(save_dir, step)
             cut_back(run_dir / "metrics.jsonl", step)
             print(f"resumed {checkpoint_path}: step {step}, {agent.updates} updates", flush=True)
     elif uses_data:

@@ -279,11 +279,44 @@ def test_resume_checks_what_it_continues(tmp_path, capsys):
     assert longer["charts/updates"] == 100
     older = tmp_path / "run" / "checkpoints" / "checkpoint_60.pth"  # its buffers are gone: only the newest are kept
     assert main(Args(**TINY | dict(max_steps=65), resume=str(older)))["charts/updates"] == 90
-    path = tmp_path / "run" / "checkpoints" / "checkpoint_70.pth"
+    path = tmp_path / "run" / "checkpoints" / "checkpoint_65.pth"
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(SystemExit) as end:
         main(Args(**TINY, run_dir=str(tmp_path / "run"), resume=str(path)))
     assert end.value.code == 2 and "damaged" in capsys.readouterr().err
+
+
+def test_an_older_checkpoint_is_the_newest_once_resumed(tmp_path, monkeypatch):
+    """The branch it leaves is deleted, and nothing else; killed anywhere on the way, one of the two can be resumed."""
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    options = TINY | dict(save_every=20, max_steps=40, eval_episodes=0, report_episodes=0)
+    folder = tmp_path / "run" / "checkpoints"
+    main(Args(**options, run_dir=str(tmp_path / "run")))
+    main(Args(**options | dict(max_steps=90), run_dir=str(tmp_path / "run"), resume="auto"))
+    whole, others = rows(tmp_path / "run"), {"checkpoint_best.pth", "checkpoint_99.pth.tmp", "final_model.pth"}
+    for name in others:
+        (folder / name).touch()
+    names = lambda: {path.name for path in folder.iterdir()} - others  # noqa: E731
+    assert names() == {f"checkpoint_{step}.pth" for step in (20, 40, 60, 80, 90)} | {"buffers_90.pth"}
+    older, unlink = dict(resume=str(folder / "checkpoint_40.pth"), max_steps=50), Path.unlink
+    main(Args(**options | older | dict(max_steps=45), run_dir=str(tmp_path / "elsewhere")))  # not into its own folder
+    assert "checkpoint_90.pth" in names() and len(names()) == 6
+
+    def dying(self, **kwargs):
+        unlink(self, **kwargs)
+        raise Killed
+
+    for left in ({20, 40, 80, 90}, {20, 40, 90}, {20, 40}):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Path, "unlink", dying)
+            main(Args(**options | older))
+        assert names() == {f"checkpoint_{step}.pth" for step in left} | {"buffers_90.pth"}
+        assert rows(tmp_path / "run") == whole  # those of the branch that auto would go on with
+    assert sac_hybrid.newest_checkpoint(Args(resume=str(folder))) == folder / "checkpoint_40.pth"
+    main(Args(**options | older))
+    assert names() == {"checkpoint_20.pth", "checkpoint_40.pth", "checkpoint_50.pth", "buffers_50.pth"}
+    assert max(row["global_step"] for row in rows(tmp_path / "run")) == 50
+    assert all((folder / name).exists() for name in others)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):

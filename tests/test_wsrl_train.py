@@ -333,6 +333,22 @@ def test_resume_checks_what_it_continues(tmp_path, data, capsys):
     assert again["eval/episodic_return"] == done["eval/episodic_return"]
 
 
+def test_an_older_checkpoint_is_the_newest_once_resumed(tmp_path, data):
+    folder = tmp_path / "run" / "checkpoints"
+    run(tmp_path / "whole", data)
+    run(tmp_path / "run", data, save_every=10)
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_40.pth", "checkpoint_50.pth", "final_model.pth"}
+    (folder / "checkpoint_best.pth").touch()
+    run(tmp_path / "run", data, save_every=1, resume=str(folder / "checkpoint_40.pth"))
+    names = {path.name for path in folder.iterdir()}  # two are kept: they are of the branch that goes on
+    assert names == {"checkpoint_49.pth", "checkpoint_50.pth", "checkpoint_best.pth", "final_model.pth"}
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    (folder / "checkpoint_60.pth").touch()
+    run(tmp_path / "run", data, resume=str(folder / "checkpoint_49.pth"))
+    assert wsrl_warmup.newest_checkpoint(Args(resume=str(folder))) == folder / "checkpoint_50.pth"
+    assert not (folder / "checkpoint_60.pth").exists()
+
+
 def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data, monkeypatch):
     actions, step = [], wsrl_warmup.Collector.step
 
