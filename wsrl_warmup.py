@@ -1540,9 +1540,12 @@ def check_folder(option: str, folder: Path):
 
 
 def check_same_run(args: Args, saved: dict, path: Path):
-    """A resumed run may be longer or log more often; whatever else differs would make it another run."""
+    """A resumed run may be longer or log more often; whatever else differs would make it another run.
+
+    What is spread over the length of a run (priority_beta's way to 1) is then spread over the new length.
+    """
     free = "run_dir save_dir resume max_steps save_every save_buffers device num_threads log_interval track".split()
-    free += ["wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
+    free += ["online_steps", "wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
     for name, value in asdict(args).items():
         if name not in saved:
             fail(f"--resume {path} is not a checkpoint of this script: it has no {name}")

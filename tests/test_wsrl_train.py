@@ -333,6 +333,21 @@ def test_resume_checks_what_it_continues(tmp_path, data, capsys):
     assert again["eval/episodic_return"] == done["eval/episodic_return"]
 
 
+def test_a_resumed_run_may_be_longer(tmp_path, data, monkeypatch):
+    """What depends on its length is beta alone: without priorities it is the run that was long from the start."""
+    betas, beta_at = [], wsrl_warmup.beta_at
+    monkeypatch.setattr(wsrl_warmup, "beta_at", lambda *args: betas.append(beta_at(*args)) or betas[-1])
+    for own in (dict(), dict(use_prioritized_replay=False)):
+        folder = tmp_path / f"run{len(own)}"
+        run(folder, data, **own)
+        assert betas[-1] == 1.0
+        metrics = run(folder, data, **own, online_steps=40, resume="auto")
+        assert metrics["charts/env_steps"] == 40 and metrics["charts/updates"] == 60
+        assert betas[-10:] == pytest.approx([0.4 + 0.6 * step / 60 for step in range(51, 61)])
+    run(tmp_path / "whole", data, use_prioritized_replay=False, online_steps=40)
+    assert_same_state(last_state(folder), last_state(tmp_path / "whole"))
+
+
 def test_an_older_checkpoint_is_the_newest_once_resumed(tmp_path, data):
     folder = tmp_path / "run" / "checkpoints"
     run(tmp_path / "whole", data)
