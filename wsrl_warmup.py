@@ -604,7 +604,9 @@ def load_offline_data(args: Args, env: ControlEnv, specs) -> tuple[dict[str, np.
     """All sources as rows of a buffer (actions in [-1,1], rewards scaled, weights), plus a line about each."""
     sources, trajectories = {}, []
     for spec in specs:
-        name, equals, path = spec.rpartition("=")
+        name, equals, path = spec.partition("=")  # at the first one: a path may hold more of them
+        if not equals or "/" in name:  # no name, but a path, perhaps of a folder such as lr=0.1
+            name, path = "demos", spec
         name = name or "demos"
         head, _, tail = path.rpartition(":")
         weight = {"demos": args.demo_weight, **SOURCE_WEIGHTS}.get(name, 1.0)

@@ -148,6 +148,19 @@ def test_one_seed_one_result(tmp_path, data):
     assert rows(tmp_path / "c") != rows(tmp_path / "a")
 
 
+def test_a_run_folder_may_hold_an_equals_sign(tmp_path):
+    """The data made in it, and the rows handed over to the second stage, are read from there."""
+    hand = {name: str(tmp_path / f"seed=1.{name}") for name in ("checkpoint_path", "filtered_data_path")}
+    run(tmp_path / "lr=0.1", None, stage="offline", **hand)
+    assert (tmp_path / "lr=0.1" / "data" / "demos.npz").exists()
+    run(
+        tmp_path / "online",
+        None,
+        stage="online",
+        **hand | dict(filtered_data_path=str(tmp_path / "lr=0.1/data/demos.npz")),
+    )
+
+
 def test_two_commands_are_one_run(tmp_path, data):
     for i, own in enumerate((dict(), dict(preset="wsrl", warmup_rollout_steps=5), dict(retention_by="quality"))):
         both, first, second = (tmp_path / f"{name}{i}" for name in ("both", "first", "second"))
