@@ -712,6 +712,8 @@ class QEnsemble(nn.Module):
 class Dropout(nn.Module):
     """nn.Dropout with a generator of its own, so that a resumed run continues the same masks"""
 
+    rank, world_size = 0, 1  # under torchrun: the mask of the whole batch is drawn, see WarmupAgent.share
+
     def __init__(self, rate: float, rng: torch.Generator):
         super().__init__()
         self.rate, self.rng = rate, rng
@@ -719,7 +721,8 @@ class Dropout(nn.Module):
     def forward(self, x):
         if not self.training:
             return x
-        kept = (torch.rand(x.shape, generator=self.rng) >= self.rate).to(x)
+        whole = torch.rand(len(x) * self.world_size, *x.shape[1:], generator=self.rng)
+        kept = (whole[self.rank :: self.world_size] >= self.rate).to(x)
         return x * kept / (1 - self.rate)
 
 
@@ -1228,7 +1231,8 @@ class WarmupAgent:
 
     def distribute(self, rank: int, world_size: int):
         """From now on every gradient is the mean over the processes: that of the whole batch, as in one process."""
-        self.rank, self.world_size = rank, world_size
+        for module in (self, *(x for x in self.policy.modules() if isinstance(x, Dropout))):
+            module.rank, module.world_size = rank, world_size
 
         def average(grad):
             grad = grad.contiguous()

@@ -291,9 +291,11 @@ def torchrun(folder, data, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("own", [dict(offline_objective="calql"), dict(preset="wsrl", warmup_rollout_steps=5)])
+@pytest.mark.parametrize(
+    "own", [dict(offline_objective="calql", dropout=0.5), dict(preset="wsrl", warmup_rollout_steps=5)]
+)
 def test_two_processes_are_one(own, tmp_path, data):
-    """Same global batch, same update: priorities, the conservative term's draws and logged means included."""
+    """Same global batch, same update: priorities, the conservative term's draws, dropout and logged means included."""
     run(tmp_path / "one", data, **own)
     ended = torchrun(tmp_path / "two", data, save_every=20, **own)
     assert ended.returncode == 0, ended.stderr[-2000:]
