@@ -1822,8 +1822,9 @@ def main(args: Args) -> dict[str, float]:
         if args.eval_episodes:
             writer.log(scores, 0)
         link.publish(agent.policy)
-    start_time, start_step, start_updates, update_time = time.time(), link.handled, agent.updates, 0.0
-    last_time = start_time
+    start_step, start_updates = link.handled, agent.updates
+    start_time = rollout_start = time.time()
+    rollout_time = update_time = all_updates_time = 0.0  # the first two: seconds since the last log line
 
     def act():
         try:
@@ -1840,15 +1841,15 @@ def main(args: Args) -> dict[str, float]:
         while link.handled < args.max_steps:
             # 1 collect: the actors do, see Robot.run
             if not link.wait_step():
-                if stop_signal.received and time.time() - last_time > 5:  # a robot that hangs must not cost the run
+                if stop_signal.received and time.time() - rollout_start > 5:  # a robot that hangs must not cost the run
                     save(link.handled)
                     break
                 continue
-            last_time = time.time()
             step = link.handled + 1
 
             # 2 update
             update_start = time.time()
+            rollout_time += update_start - rollout_start
             while agent.updates < link.updates_due(step):
                 ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
                 batch = sample_batch(online_rb, demo_rb, args.batch_size, ratio, sample_rng, device)
@@ -1867,7 +1868,7 @@ def main(args: Args) -> dict[str, float]:
 
             # 3 log
             if step % args.log_interval == 0 or step == args.max_steps:
-                now = time.time()
+                all_updates_time += update_time
                 metrics = {f"losses/{name}": float(sums[name]) / counts[name] for name in sums if "rows" not in name}
                 metrics |= {f"buffer/{name}": float(sums[name]) / counts[name] for name in sums if "rows" in name}
                 sums, counts = {}, {}
@@ -1881,11 +1882,12 @@ def main(args: Args) -> dict[str, float]:
                     "charts/intervention_count": link.intervention_count,
                     "charts/episodes": link.num_episodes,
                     "charts/updates": agent.updates,
-                    "charts/SPS": (step - start_step) / (now - start_time),
-                    "charts/UPS": (agent.updates - start_updates) / max(1e-9, update_time),
+                    "charts/SPS": (step - start_step) / (time.time() - start_time),
+                    "charts/UPS": (agent.updates - start_updates) / max(1e-9, all_updates_time),
+                    "time/rollout": rollout_time,
                     "time/update": update_time,
-                    "time/rollout": now - start_time - update_time,
                 }
+                rollout_time = update_time = 0.0
                 if link.episodes:
                     means = [float(x) for x in np.mean(link.episodes, 0)]
                     names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
@@ -1908,6 +1910,7 @@ def main(args: Args) -> dict[str, float]:
             stopping = stop_signal.received is not None  # read once: what ends here has been saved
             if due or step == args.max_steps or stopping:
                 save(step)
+            rollout_start = time.time()
             link.step_handled()  # not before: the actor waits, so the checkpoint is of one moment
             if stopping:
                 break

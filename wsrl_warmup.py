@@ -1730,13 +1730,15 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
             offline_rb = go_online()
         scores = evaluate_frozen(agent.policy, env, 10_000, args.eval_episodes)
         writer.log(scores | {"charts/env_steps": 0}, 0)
-    start_time, start_step, start_updates, update_time = time.time(), step, agent.updates, 0.0
+    start_time, start_step, start_updates = time.time(), step, agent.updates
+    rollout_time = update_time = all_updates_time = 0.0  # the first two: seconds since the last log line
     stop_signal = StopSignal()
     while step < last_step:
         step += 1
         env_steps = max(0, step - args.offline_steps)
 
         # 1 collect
+        rollout_start = time.time()
         num_updates, ratio = 1, 1.0
         if env_steps:
             row, episode = collector.step(random=env_steps <= args.learning_starts)
@@ -1752,6 +1754,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
 
         # 2 update
         update_start = time.time()
+        rollout_time += update_start - rollout_start
         for i in range(num_updates):
             beta = beta_at(step / (args.offline_steps + args.online_steps), args.priority_beta)
             num_offline = len(offline_rb) if offline_rb is not None and ratio else 0
@@ -1812,7 +1815,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
 
         # 4 log
         if step % args.log_interval == 0 or step == last_step:
-            now = time.time()
+            all_updates_time += update_time
             metrics = {f"losses/{name}": float(sums[name]) / counts[name] for name in sums if name != "offline_frac"}
             if "offline_frac" in sums:
                 metrics["buffer/offline_frac"] = sums["offline_frac"] / counts["offline_frac"]
@@ -1825,11 +1828,12 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
                 "charts/env_steps": env_steps,
                 "charts/episodes": collector.episode,
                 "charts/updates": agent.updates,
-                "charts/SPS": (step - start_step) / (now - start_time),
-                "charts/UPS": (agent.updates - start_updates) / max(1e-9, update_time),
+                "charts/SPS": (step - start_step) / (time.time() - start_time),
+                "charts/UPS": (agent.updates - start_updates) / max(1e-9, all_updates_time),
+                "time/rollout": rollout_time,
                 "time/update": update_time,
-                "time/rollout": now - start_time - update_time,
             }
+            rollout_time = update_time = 0.0
             if episodes:
                 names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
                 metrics |= dict(zip(names, [float(x) for x in np.mean(episodes, 0)], strict=True))

@@ -327,6 +327,30 @@ def test_same_seed_same_numbers(tmp_path):
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_times_are_of_one_log_line(tmp_path, monkeypatch):
+    """By a clock that only work moves: environment steps and updates count, evaluation and saving do not."""
+    clock = [1000.0]
+    monkeypatch.setattr(sac_hybrid.time, "time", lambda: clock[0])
+
+    def takes(owner, name, seconds):
+        work = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    takes(Robot, "step", 0.25)
+    takes(SACHybridAgent, "update", 1.0)
+    takes(sac_hybrid, "evaluate_policy", 64.0)
+    takes(sac_hybrid, "save_checkpoint", 4096.0)
+    main(Args(**TINY | dict(max_steps=60, eval_every=10, save_every=10), run_dir=str(tmp_path / "run")))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [(row["time/rollout"], row["time/update"], row["charts/UPS"]) for row in lines if "time/update" in row]
+    assert times == [(5, 0, 0), (5, 40, 1), (5, 40, 1)]
+
+
 def full_disk(path, data):
     with open(path, "wb") as file:
         file.write(data[:100])

@@ -497,6 +497,30 @@ def test_what_reaches_an_update(tmp_path, data, monkeypatch):
     assert torch.equal(*noise)  # observations are noisy offline only
 
 
+def test_times_are_of_one_log_line(tmp_path, data, monkeypatch):
+    """By a clock that only work moves: environment steps and updates count, evaluation and saving do not."""
+    clock = [1000.0]
+    monkeypatch.setattr(wsrl_warmup.time, "time", lambda: clock[0])
+
+    def takes(owner, name, seconds):
+        work = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    takes(wsrl_warmup.Collector, "step", 0.25)
+    takes(wsrl_warmup.WarmupAgent, "weighted_update", 1.0)
+    takes(wsrl_warmup, "evaluate_frozen", 64.0)
+    takes(wsrl_warmup, "save_checkpoint", 4096.0)
+    run(tmp_path / "run", data, eval_every=5, save_every=5, log_interval=10, utd_ratio=2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [(row["time/rollout"], row["time/update"], row["charts/UPS"]) for row in lines if "time/update" in row]
+    assert times == [(0, 10, 1), (0, 10, 1)] + [(2.5, 20, 1)] * 3
+
+
 def test_rows_of_the_environment(tmp_path, data):
     """A time limit keeps the value of its state; the learner's rewards are scaled; no return is known."""
     own = dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, learning_starts=25)
