@@ -48,9 +48,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 PRESETS = {  # what an option left at None becomes first
-    # differs from the design document: it keeps the best 20 % by quality and drops the conservative term when it goes
-    # online. Both cost it the warm policy (README): the best episodes need not cover the states, and an objective
-    # that changes moves every Q value. Its values: --retention-ratio 0.2 --retention-by quality --online-cql-alpha 0
+    # differs from the design document: it keeps the best 20 % and drops the conservative term when it goes online.
+    # Both can cost it the warm policy (README): a few of the best rows need not cover the states, and an objective
+    # that changes moves every Q value. Its values: --retention-ratio 0.2 --online-cql-alpha 0, and best by "TD error,
+    # reward and the like", "high quality": any --retention-by is a reading of that, none a departure from it
     "design": dict(
         warmup_rollout_steps=0, learning_starts=0, retention_ratio=0.5, num_critics=2,
         initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, num_sampled_critics=2,
@@ -89,7 +90,7 @@ PAPERS = {  # what a run is compared with when it lists its departures; the crit
     "wsrl": PRESETS["wsrl"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
     "rlpd": PRESETS["rlpd"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
 }
-DESIGN = dict(  # the document's own values, for the preset of that name
+DESIGN = dict(  # the document's own values, for the preset of that name; for retention_by it has none, see above
     offline_steps=50_000, initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, demo_weight=2.0,
     success_weight_bonus=1.5, retention_ratio=0.2, use_prioritized_replay=True, priority_alpha=0.6, priority_beta=0.4,
     online_cql_alpha=0.0,
