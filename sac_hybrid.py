@@ -1591,7 +1591,6 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-# --- main ---
 def keep_memory():
     """glibc gives blocks over 128 kB back to the kernel at once and asks again: half the time of a small conv net."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
@@ -1664,6 +1663,7 @@ def drop_later(folder: Path, step: int):
             print(f"dropped {path}, saved after step {step}", flush=True)
 
 
+# --- main ---
 def create_test_data(args: Args) -> list[str]:
     paths = []
     for name, num_demos in (("success", args.num_demos or 50), ("failure", 5)):

@@ -1488,7 +1488,6 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-# --- main ---
 def init_distributed(device: torch.device) -> tuple[int, int, torch.device]:
     """Rank, number of ranks and this rank's device; (0, 1, device) without torchrun."""
     if "WORLD_SIZE" not in os.environ:
@@ -1583,6 +1582,7 @@ def drop_later(folder: Path, step: int):
             print(f"dropped {path}, saved after step {step}", flush=True)
 
 
+# --- main ---
 def main(args: Args, alone: bool = False) -> dict[str, float]:
     """`alone`: not with the other processes of torchrun, as the run that makes demos"""
     if args.num_threads:
