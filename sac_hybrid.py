@@ -512,7 +512,7 @@ class RobotEnv:
 
     def step(self, action):
         """-> next_obs, reward, terminated, truncated, success, the human's action or None"""
-        action = np.array(action, np.float64)
+        action, held = np.array(action, np.float64), self.last_command
         if self.layout.num_grippers and not self.args.built_in:  # "stay" holds the last command
             command = action[self.layout.gripper]
             self.last_command = np.where(np.round(command) == 0, self.last_command, command)
@@ -529,8 +529,8 @@ class RobotEnv:
                 problem = f"shape {human.shape}" if human.shape != executed.shape else "a value that is not finite"
                 fail(f'info["intervene_action"] has {problem}: {executed.shape} finite numbers are needed', code=1)
             human = ((np.clip(human, self.low, self.high) - self.center) / self.scale).astype(np.float32)
-            command = human[self.layout.gripper]  # "stay" then holds what the human did
-            self.last_command = np.where(np.round(command) == 0, self.last_command, command)
+            command = human[self.layout.gripper]  # "stay" then holds what was executed: the policy's command was not
+            self.last_command = np.where(np.round(command) == 0, held, command)
         return self.observe(raw), float(reward), bool(terminated), bool(truncated), success, human
 
 
@@ -1591,7 +1591,6 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-# --- main ---
 def keep_memory():
     """glibc gives blocks over 128 kB back to the kernel at once and asks again: half the time of a small conv net."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
@@ -1605,7 +1604,7 @@ def newest_checkpoint(args: Args) -> Path | None:
     if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
         return Path(args.resume) if args.resume else None
     runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
-    folders = [run / "checkpoints" for run in runs[-1:]]
+    folders = [run / "checkpoints" for run in reversed(runs)]  # the newest may have been killed before it saved
     if args.resume != "auto":
         folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
     elif args.save_dir or args.run_dir:
@@ -1628,9 +1627,12 @@ def check_folder(option: str, folder: Path):
 
 
 def check_same_run(args: Args, saved: dict, path: Path):
-    """A resumed run may be longer or log more often; whatever else differs would make it another run."""
+    """A resumed run may be longer or log more often; whatever else differs would make it another run.
+
+    What is spread over the length of a run (priority_beta's way to 1) is then spread over the new length.
+    """
     free = "run_dir save_dir resume max_steps save_every save_buffers device num_threads log_interval track".split()
-    free += ["wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
+    free += ["online_steps", "wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
     for name, value in asdict(args).items():
         if name not in saved:
             fail(f"--resume {path} is not a checkpoint of this script: it has no {name}")
@@ -1648,6 +1650,20 @@ def cut_back(path: Path, global_step: int):
         os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
+def drop_later(folder: Path, step: int):
+    """Delete what was saved after the resumed step: auto would take that branch, which is given up, for the newest.
+
+    Lowest first, buffers last: killed on the way, the newest of it is still whole, with its metrics, or none is left.
+    """
+    for kind in ("checkpoint", "buffers"):
+        steps = {path: path.stem[len(kind) + 1 :] for path in folder.glob(f"{kind}_*.pth")}
+        later = {path: int(number) for path, number in steps.items() if number.isdigit() and int(number) > step}
+        for path in sorted(later, key=later.get):
+            path.unlink()
+            print(f"dropped {path}, saved after step {step}", flush=True)
+
+
+# --- main ---
 def create_test_data(args: Args) -> list[str]:
     paths = []
     for name, num_demos in (("success", args.num_demos or 50), ("failure", 5)):
@@ -1781,6 +1797,8 @@ def main(args: Args) -> dict[str, float]:
             demo_rb.load_state_dict(buffers["demo_rb"])
         else:
             print("no buffers beside this checkpoint: it learns from the demos and from what comes", flush=True)
+        if checkpoint_path.parent.resolve() == save_dir.resolve():
+            drop_later(save_dir, link.handled)
         cut_back(run_dir / "metrics.jsonl", link.handled)
         print(f"resumed {checkpoint_path}: {link.handled} environment steps, {agent.updates} updates", flush=True)
 
@@ -1804,8 +1822,9 @@ def main(args: Args) -> dict[str, float]:
         if args.eval_episodes:
             writer.log(scores, 0)
         link.publish(agent.policy)
-    start_time, start_step, start_updates, update_time = time.time(), link.handled, agent.updates, 0.0
-    last_time = start_time
+    start_step, start_updates = link.handled, agent.updates
+    start_time = rollout_start = time.time()
+    rollout_time = update_time = all_updates_time = 0.0  # the first two: seconds since the last log line
 
     def act():
         try:
@@ -1822,15 +1841,15 @@ def main(args: Args) -> dict[str, float]:
         while link.handled < args.max_steps:
             # 1 collect: the actors do, see Robot.run
             if not link.wait_step():
-                if stop_signal.received and time.time() - last_time > 5:  # a robot that hangs must not cost the run
+                if stop_signal.received and time.time() - rollout_start > 5:  # a robot that hangs must not cost the run
                     save(link.handled)
                     break
                 continue
-            last_time = time.time()
             step = link.handled + 1
 
             # 2 update
             update_start = time.time()
+            rollout_time += update_start - rollout_start
             while agent.updates < link.updates_due(step):
                 ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
                 batch = sample_batch(online_rb, demo_rb, args.batch_size, ratio, sample_rng, device)
@@ -1849,7 +1868,7 @@ def main(args: Args) -> dict[str, float]:
 
             # 3 log
             if step % args.log_interval == 0 or step == args.max_steps:
-                now = time.time()
+                all_updates_time += update_time
                 metrics = {f"losses/{name}": float(sums[name]) / counts[name] for name in sums if "rows" not in name}
                 metrics |= {f"buffer/{name}": float(sums[name]) / counts[name] for name in sums if "rows" in name}
                 sums, counts = {}, {}
@@ -1863,11 +1882,12 @@ def main(args: Args) -> dict[str, float]:
                     "charts/intervention_count": link.intervention_count,
                     "charts/episodes": link.num_episodes,
                     "charts/updates": agent.updates,
-                    "charts/SPS": (step - start_step) / (now - start_time),
-                    "charts/UPS": (agent.updates - start_updates) / max(1e-9, update_time),
+                    "charts/SPS": (step - start_step) / (time.time() - start_time),
+                    "charts/UPS": (agent.updates - start_updates) / max(1e-9, all_updates_time),
+                    "time/rollout": rollout_time,
                     "time/update": update_time,
-                    "time/rollout": now - start_time - update_time,
                 }
+                rollout_time = update_time = 0.0
                 if link.episodes:
                     means = [float(x) for x in np.mean(link.episodes, 0)]
                     names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
@@ -1887,10 +1907,12 @@ def main(args: Args) -> dict[str, float]:
 
             # 5 save
             due = args.save_every and step % args.save_every == 0
-            if due or step == args.max_steps or stop_signal.received:
+            stopping = stop_signal.received is not None  # read once: what ends here has been saved
+            if due or step == args.max_steps or stopping:
                 save(step)
+            rollout_start = time.time()
             link.step_handled()  # not before: the actor waits, so the checkpoint is of one moment
-            if stop_signal.received:
+            if stopping:
                 break
     finally:
         link.stop()
@@ -1898,23 +1920,26 @@ def main(args: Args) -> dict[str, float]:
             thread.join(timeout=5)
         stop_signal.restore()
 
-    interrupted = stop_signal.received and link.handled < args.max_steps
+    if link.handled < args.max_steps:  # stopped by a signal
+        writer.bar.close()
+        env.close()
+        if world > 1:
+            dist.destroy_process_group()
+        where = f"--run-dir {run_dir}" + (f" --save-dir {save_dir}" if args.save_dir else "")
+        print(f"saved {save_dir / f'checkpoint_{link.handled}.pth'}; --resume auto {where} continues it")
+        return metrics
     summary = {"global_step": link.handled, "updates": agent.updates, "seconds": round(time.time() - start_time, 1)}
-    if not interrupted:
-        if best is not None:
-            agent.load_networks(best)
-        if args.report_episodes:
-            metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
-        save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
+    if best is not None:
+        agent.load_networks(best)
+    if args.report_episodes:
+        metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
+    save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
     env.close()
     curves = ["eval/success_rate", "charts/success_rate", "charts/intervention_rate"]
     curves += ["losses/critic_loss", "losses/actor_loss", "losses/alpha"]
     writer.close(summary | metrics, curves)
     if world > 1:
         dist.destroy_process_group()
-    if interrupted:
-        print(f"saved {save_dir / f'checkpoint_{link.handled}.pth'}; --resume auto continues it")
-        return metrics
     work = f"{link.handled} environment steps, {agent.updates} updates in {summary['seconds']} s"
     print(f"{work}: actor {metrics.get('charts/SPS', 0):.0f} Hz, {metrics.get('charts/UPS', 0):.0f} updates/s")
     rate, episodes = metrics.get("eval/success_rate", math.nan), f"{args.report_episodes} fresh episodes without human"

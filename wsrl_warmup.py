@@ -48,9 +48,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 PRESETS = {  # what an option left at None becomes first
-    # differs from the design document: it keeps the best 20 % by quality and drops the conservative term when it goes
-    # online. Both cost it the warm policy (README): the best episodes need not cover the states, and an objective
-    # that changes moves every Q value. Its values: --retention-ratio 0.2 --retention-by quality --online-cql-alpha 0
+    # differs from the design document: it keeps the best 20 % and drops the conservative term when it goes online.
+    # Both can cost it the warm policy (README): a few of the best rows need not cover the states, and an objective
+    # that changes moves every Q value. Its values: --retention-ratio 0.2 --online-cql-alpha 0, and best by "TD error,
+    # reward and the like", "high quality": any --retention-by is a reading of that, none a departure from it
     "design": dict(
         warmup_rollout_steps=0, learning_starts=0, retention_ratio=0.5, num_critics=2,
         initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, num_sampled_critics=2,
@@ -89,7 +90,7 @@ PAPERS = {  # what a run is compared with when it lists its departures; the crit
     "wsrl": PRESETS["wsrl"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
     "rlpd": PRESETS["rlpd"] | dict(hidden_size=256, batch_size=256, gamma=0.99, tau=0.005, lr=3e-4, layer_norm=True),
 }
-DESIGN = dict(  # the document's own values, for the preset of that name
+DESIGN = dict(  # the document's own values, for the preset of that name; for retention_by it has none, see above
     offline_steps=50_000, initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, demo_weight=2.0,
     success_weight_bonus=1.5, retention_ratio=0.2, use_prioritized_replay=True, priority_alpha=0.6, priority_beta=0.4,
     online_cql_alpha=0.0,
@@ -604,7 +605,9 @@ def load_offline_data(args: Args, env: ControlEnv, specs) -> tuple[dict[str, np.
     """All sources as rows of a buffer (actions in [-1,1], rewards scaled, weights), plus a line about each."""
     sources, trajectories = {}, []
     for spec in specs:
-        name, equals, path = spec.rpartition("=")
+        name, equals, path = spec.partition("=")  # at the first one: a path may hold more of them
+        if not equals or "/" in name:  # no name, but a path, perhaps of a folder such as lr=0.1
+            name, path = "demos", spec
         name = name or "demos"
         head, _, tail = path.rpartition(":")
         weight = {"demos": args.demo_weight, **SOURCE_WEIGHTS}.get(name, 1.0)
@@ -710,6 +713,8 @@ class QEnsemble(nn.Module):
 class Dropout(nn.Module):
     """nn.Dropout with a generator of its own, so that a resumed run continues the same masks"""
 
+    rank, world_size = 0, 1  # under torchrun: the mask of the whole batch is drawn, see WarmupAgent.share
+
     def __init__(self, rate: float, rng: torch.Generator):
         super().__init__()
         self.rate, self.rng = rate, rng
@@ -717,7 +722,8 @@ class Dropout(nn.Module):
     def forward(self, x):
         if not self.training:
             return x
-        kept = (torch.rand(x.shape, generator=self.rng) >= self.rate).to(x)
+        whole = torch.rand(len(x) * self.world_size, *x.shape[1:], generator=self.rng)
+        kept = (whole[self.rank :: self.world_size] >= self.rate).to(x)
         return x * kept / (1 - self.rate)
 
 
@@ -1226,7 +1232,8 @@ class WarmupAgent:
 
     def distribute(self, rank: int, world_size: int):
         """From now on every gradient is the mean over the processes: that of the whole batch, as in one process."""
-        self.rank, self.world_size = rank, world_size
+        for module in (self, *(x for x in self.policy.modules() if isinstance(x, Dropout))):
+            module.rank, module.world_size = rank, world_size
 
         def average(grad):
             grad = grad.contiguous()
@@ -1481,7 +1488,6 @@ class StopSignal:
             signal.signal(number, handler)
 
 
-# --- main ---
 def init_distributed(device: torch.device) -> tuple[int, int, torch.device]:
     """Rank, number of ranks and this rank's device; (0, 1, device) without torchrun."""
     if "WORLD_SIZE" not in os.environ:
@@ -1517,7 +1523,7 @@ def newest_checkpoint(args: Args) -> Path | None:
     if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
         return Path(args.resume) if args.resume else None
     runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
-    folders = [run / "checkpoints" for run in runs[-1:]]
+    folders = [run / "checkpoints" for run in reversed(runs)]  # the newest may have been killed before it saved
     if args.resume != "auto":
         folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
     elif args.save_dir or args.run_dir:
@@ -1540,9 +1546,12 @@ def check_folder(option: str, folder: Path):
 
 
 def check_same_run(args: Args, saved: dict, path: Path):
-    """A resumed run may be longer or log more often; whatever else differs would make it another run."""
+    """A resumed run may be longer or log more often; whatever else differs would make it another run.
+
+    What is spread over the length of a run (priority_beta's way to 1) is then spread over the new length.
+    """
     free = "run_dir save_dir resume max_steps save_every save_buffers device num_threads log_interval track".split()
-    free += ["wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
+    free += ["online_steps", "wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
     for name, value in asdict(args).items():
         if name not in saved:
             fail(f"--resume {path} is not a checkpoint of this script: it has no {name}")
@@ -1560,6 +1569,20 @@ def cut_back(path: Path, global_step: int):
         os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
 
 
+def drop_later(folder: Path, step: int):
+    """Delete what was saved after the resumed step: auto would take that branch, which is given up, for the newest.
+
+    Lowest first, buffers last: killed on the way, the newest of it is still whole, with its metrics, or none is left.
+    """
+    for kind in ("checkpoint", "buffers"):
+        steps = {path: path.stem[len(kind) + 1 :] for path in folder.glob(f"{kind}_*.pth")}
+        later = {path: int(number) for path, number in steps.items() if number.isdigit() and int(number) > step}
+        for path in sorted(later, key=later.get):
+            path.unlink()
+            print(f"dropped {path}, saved after step {step}", flush=True)
+
+
+# --- main ---
 def main(args: Args, alone: bool = False) -> dict[str, float]:
     """`alone`: not with the other processes of torchrun, as the run that makes demos"""
     if args.num_threads:
@@ -1640,6 +1663,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
             offline_rb = make_buffer(args, env, state["offline_rb"]["capacity"])
             offline_rb.load_state_dict(state["offline_rb"])
         if saved and rank == 0:
+            if checkpoint_path.parent.resolve() == save_dir.resolve():
+                drop_later(save_dir, step)
             cut_back(run_dir / "metrics.jsonl", step)
             print(f"resumed {checkpoint_path}: step {step}, {agent.updates} updates", flush=True)
     elif uses_data:
@@ -1706,13 +1731,15 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
             offline_rb = go_online()
         scores = evaluate_frozen(agent.policy, env, 10_000, args.eval_episodes)
         writer.log(scores | {"charts/env_steps": 0}, 0)
-    start_time, start_step, start_updates, update_time = time.time(), step, agent.updates, 0.0
+    start_time, start_step, start_updates = time.time(), step, agent.updates
+    rollout_time = update_time = all_updates_time = 0.0  # the first two: seconds since the last log line
     stop_signal = StopSignal()
     while step < last_step:
         step += 1
         env_steps = max(0, step - args.offline_steps)
 
         # 1 collect
+        rollout_start = time.time()
         num_updates, ratio = 1, 1.0
         if env_steps:
             row, episode = collector.step(random=env_steps <= args.learning_starts)
@@ -1728,6 +1755,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
 
         # 2 update
         update_start = time.time()
+        rollout_time += update_start - rollout_start
         for i in range(num_updates):
             beta = beta_at(step / (args.offline_steps + args.online_steps), args.priority_beta)
             num_offline = len(offline_rb) if offline_rb is not None and ratio else 0
@@ -1788,7 +1816,7 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
 
         # 4 log
         if step % args.log_interval == 0 or step == last_step:
-            now = time.time()
+            all_updates_time += update_time
             metrics = {f"losses/{name}": float(sums[name]) / counts[name] for name in sums if name != "offline_frac"}
             if "offline_frac" in sums:
                 metrics["buffer/offline_frac"] = sums["offline_frac"] / counts["offline_frac"]
@@ -1801,11 +1829,12 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
                 "charts/env_steps": env_steps,
                 "charts/episodes": collector.episode,
                 "charts/updates": agent.updates,
-                "charts/SPS": (step - start_step) / (now - start_time),
-                "charts/UPS": (agent.updates - start_updates) / max(1e-9, update_time),
+                "charts/SPS": (step - start_step) / (time.time() - start_time),
+                "charts/UPS": (agent.updates - start_updates) / max(1e-9, all_updates_time),
+                "time/rollout": rollout_time,
                 "time/update": update_time,
-                "time/rollout": now - start_time - update_time,
             }
+            rollout_time = update_time = 0.0
             if episodes:
                 names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
                 metrics |= dict(zip(names, [float(x) for x in np.mean(episodes, 0)], strict=True))
@@ -1836,7 +1865,9 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
 
     seconds = round(time.time() - start_time, 1)
     if step < last_step:
-        print(f"saved {save_dir / f'checkpoint_{step}.pth'}; --resume auto continues it")
+        writer.bar.close()
+        where = f"--run-dir {run_dir}" + (f" --save-dir {save_dir}" if args.save_dir else "")
+        print(f"saved {save_dir / f'checkpoint_{step}.pth'}; --resume auto {where} continues it")
         return metrics
     metrics |= scores or evaluate_frozen(agent.policy, env, 10_000, args.eval_episodes)  # resumed at its end: none yet
     if rank == 0:

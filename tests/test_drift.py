@@ -1,6 +1,7 @@
 """Copies stay equal: a top-level block of one name has one text in all scripts, comments included."""
 
 import ast
+import re
 from collections import defaultdict
 
 from conftest import ROOT
@@ -27,6 +28,18 @@ def test_same_name_same_body():
 
 def test_no_stale_exception():
     assert all(len(blocks()[n]) > 1 for n in DIVERGES), "copies agree again: drop the exception"
+
+
+def test_a_shared_block_stands_in_one_section():
+    sections = defaultdict(lambda: defaultdict(list))
+    for path in SCRIPTS:
+        section = None
+        for line in path.read_text().splitlines():
+            if banner := re.fullmatch(r"# --- (.+) ---", line):
+                section = banner[1]
+            elif block := re.match(r"(?:def|class) (\w+)", line):
+                sections[block[1]][section].append(path.name)
+    assert not {name: dict(found) for name, found in sections.items() if len(found) > 1}
 
 
 def fields_of(path):

@@ -196,6 +196,12 @@ def test_stay_holds_the_last_command(tmp_path):
     env.env.step = real
     act(0)
     assert env.env.seen[6:] == [1, -1], "the human closed it: stay keeps it closed"
+    act(1)
+    env.env.step = lambda a: (*real(a)[:4], {"intervene_action": np.zeros(7, np.float32)})
+    act(-1)
+    env.env.step = real
+    act(0)
+    assert env.env.seen[-1] == 1, "the human stayed: the policy's close was never executed"
     env.reset(0)
     act(0)
     assert env.env.seen[-1] == 0, "a new episode holds nothing"
@@ -319,6 +325,30 @@ def test_same_seed_same_numbers(tmp_path):
     clocks = ("SPS", "UPS", "time/")
     runs = [{key: value for key, value in run.items() if not any(clock in key for clock in clocks)} for run in runs]
     assert runs[0] == runs[1] != runs[2]
+
+
+def test_times_are_of_one_log_line(tmp_path, monkeypatch):
+    """By a clock that only work moves: environment steps and updates count, evaluation and saving do not."""
+    clock = [1000.0]
+    monkeypatch.setattr(sac_hybrid.time, "time", lambda: clock[0])
+
+    def takes(owner, name, seconds):
+        work = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    takes(Robot, "step", 0.25)
+    takes(SACHybridAgent, "update", 1.0)
+    takes(sac_hybrid, "evaluate_policy", 64.0)
+    takes(sac_hybrid, "save_checkpoint", 4096.0)
+    main(Args(**TINY | dict(max_steps=60, eval_every=10, save_every=10), run_dir=str(tmp_path / "run")))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [(row["time/rollout"], row["time/update"], row["charts/UPS"]) for row in lines if "time/update" in row]
+    assert times == [(5, 0, 0), (5, 40, 1), (5, 40, 1)]
 
 
 def full_disk(path, data):

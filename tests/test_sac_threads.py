@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import sac_hybrid
+import wsrl_warmup
 from sac_hybrid import Args, FrameBuffer, Link, RobotEnv, SACHybridAgent, load_checkpoint, main
 
 TINY = dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
@@ -247,6 +248,22 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path, capsys):
         assert end.value.code == 2 and words in err and err.count("\n") == 1, err
 
 
+@pytest.mark.parametrize("script", [sac_hybrid, wsrl_warmup])
+def test_auto_takes_the_newest_run_that_has_a_checkpoint(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = script.Args(exp_name="mine", seed=3, resume="auto")
+    for age, name in enumerate(("mine__3__30", "mine__3__20", "mine__3__10", "mine__4__40")):
+        folder = tmp_path / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        if age > 0:  # the newest was killed before its first one
+            (folder / "checkpoint_9.pth").touch()
+            (folder / "checkpoint_10.pth").touch()
+        os.utime(folder.parent, (1000 - age, 1000 - age))
+    assert script.newest_checkpoint(args) == Path("runs/mine__3__20/checkpoints/checkpoint_10.pth")
+    assert script.newest_checkpoint(script.Args(exp_name="mine", seed=5, resume="auto")) is None
+    assert "nothing to resume in runs/: starting fresh" in capsys.readouterr().out
+
+
 def test_resume_checks_what_it_continues(tmp_path, capsys):
     main(Args(**TINY, run_dir=str(tmp_path / "run")))
     with pytest.raises(SystemExit) as end:
@@ -262,11 +279,44 @@ def test_resume_checks_what_it_continues(tmp_path, capsys):
     assert longer["charts/updates"] == 100
     older = tmp_path / "run" / "checkpoints" / "checkpoint_60.pth"  # its buffers are gone: only the newest are kept
     assert main(Args(**TINY | dict(max_steps=65), resume=str(older)))["charts/updates"] == 90
-    path = tmp_path / "run" / "checkpoints" / "checkpoint_70.pth"
+    path = tmp_path / "run" / "checkpoints" / "checkpoint_65.pth"
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(SystemExit) as end:
         main(Args(**TINY, run_dir=str(tmp_path / "run"), resume=str(path)))
     assert end.value.code == 2 and "damaged" in capsys.readouterr().err
+
+
+def test_an_older_checkpoint_is_the_newest_once_resumed(tmp_path, monkeypatch):
+    """The branch it leaves is deleted, and nothing else; killed anywhere on the way, one of the two can be resumed."""
+    monkeypatch.setattr(sac_hybrid, "plot_curves", lambda *_: None)
+    options = TINY | dict(save_every=20, max_steps=40, eval_episodes=0, report_episodes=0)
+    folder = tmp_path / "run" / "checkpoints"
+    main(Args(**options, run_dir=str(tmp_path / "run")))
+    main(Args(**options | dict(max_steps=90), run_dir=str(tmp_path / "run"), resume="auto"))
+    whole, others = rows(tmp_path / "run"), {"checkpoint_best.pth", "checkpoint_99.pth.tmp", "final_model.pth"}
+    for name in others:
+        (folder / name).touch()
+    names = lambda: {path.name for path in folder.iterdir()} - others  # noqa: E731
+    assert names() == {f"checkpoint_{step}.pth" for step in (20, 40, 60, 80, 90)} | {"buffers_90.pth"}
+    older, unlink = dict(resume=str(folder / "checkpoint_40.pth"), max_steps=50), Path.unlink
+    main(Args(**options | older | dict(max_steps=45), run_dir=str(tmp_path / "elsewhere")))  # not into its own folder
+    assert "checkpoint_90.pth" in names() and len(names()) == 6
+
+    def dying(self, **kwargs):
+        unlink(self, **kwargs)
+        raise Killed
+
+    for left in ({20, 40, 80, 90}, {20, 40, 90}, {20, 40}):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(Path, "unlink", dying)
+            main(Args(**options | older))
+        assert names() == {f"checkpoint_{step}.pth" for step in left} | {"buffers_90.pth"}
+        assert rows(tmp_path / "run") == whole  # those of the branch that auto would go on with
+    assert sac_hybrid.newest_checkpoint(Args(resume=str(folder))) == folder / "checkpoint_40.pth"
+    main(Args(**options | older))
+    assert names() == {"checkpoint_20.pth", "checkpoint_40.pth", "checkpoint_50.pth", "buffers_50.pth"}
+    assert max(row["global_step"] for row in rows(tmp_path / "run")) == 50
+    assert all((folder / name).exists() for name in others)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, capsys):
@@ -298,13 +348,50 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
-    assert process.returncode == 0 and "Traceback" not in err and "--resume auto continues" in out
+    assert process.returncode == 0 and "Traceback" not in err
+    assert f"--resume auto --run-dir {run_dir} continues it" in out
     (path,) = (run_dir / "checkpoints").glob("checkpoint_*.pth")
     step = int(path.stem[11:])
     state = load_checkpoint(path)
     assert state["link"]["handled"] == step and state["agent"]["counters"][0] == 2 * max(0, step - 20)
     metrics = main(Args(**TINY | dict(max_steps=step + 5), run_dir=str(run_dir), resume="auto"))
     assert metrics["charts/updates"] == 2 * max(0, step + 5 - 20)
+
+
+def signal_at(monkeypatch, step):
+    """SIGTERM arrives just before this step counts as handled, after its checkpoint was due"""
+    handled = Link.step_handled
+
+    def interrupt(self):
+        if self.handled + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)  # the handler runs here, in the main thread
+        handled(self)
+
+    monkeypatch.setattr(Link, "step_handled", interrupt)
+
+
+def test_a_signal_after_the_save_is_for_the_next_step(tmp_path, monkeypatch, capsys):
+    signal_at(monkeypatch, 30)
+    main(Args(**TINY, run_dir=str(tmp_path / "run")))
+    (path,) = (tmp_path / "run" / "checkpoints").glob("checkpoint_*.pth")
+    assert path.name == "checkpoint_31.pth" and f"saved {path};" in capsys.readouterr().out
+    assert load_checkpoint(path)["link"]["handled"] == 31
+
+
+def test_a_signal_before_the_first_log_line(tmp_path, monkeypatch, capsys):
+    options = TINY | dict(eval_episodes=0, report_episodes=0)
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    own = dict(run_dir=str(tmp_path / "run"), save_dir=str(tmp_path / "saved"))
+    with monkeypatch.context() as patch:
+        signal_at(patch, 3)
+        main(Args(**options, **own))
+    hint = capsys.readouterr().out.splitlines()[-1]
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in own.items()]
+    assert hint == f"saved {own['save_dir']}/checkpoint_4.pth; --resume auto {' '.join(words)} continues it"
+    assert not (tmp_path / "run").exists()  # no summary and no curves of a run that has not ended
+    main(Args(**options, **own, resume="auto"))
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
 
 
 def test_wire_carries_a_transition_unchanged():

@@ -73,6 +73,21 @@ def test_sources_files_and_weights(tmp_path):
     assert Args(offline_data=("demos=a",)).offline_data == ("demos=a",)
 
 
+def test_a_path_may_hold_an_equals_sign(tmp_path, monkeypatch):
+    (tmp_path / "lr=0.1,tau=1").mkdir()
+    path = save(tmp_path / "lr=0.1,tau=1" / "a.npz", walk(truncations=np.arange(6) == 5))
+    for spec, name, weight in ((f"mine={path}", "mine", 1), (f"mine={path}:3", "mine", 3), (path, "demos", 2)):
+        _, (line,) = load_offline_data(ARGS, ENV, [spec])
+        assert line.startswith(f"{name}: 1 episodes, 6 rows, weight {weight:g},")
+    monkeypatch.chdir(tmp_path)
+    for spec, name in (
+        ("mine=lr=0.1,tau=1/a.npz", "mine"),
+        ("./lr=0.1,tau=1/a.npz:2.5", "demos"),
+        (f"={path}", "demos"),
+    ):
+        assert load_offline_data(ARGS, ENV, [spec])[1][0].startswith(f"{name}: 1 episodes, 6 rows")
+
+
 def test_demo_pickles_of_the_sibling(tmp_path):
     c = walk()
     transitions = [

@@ -95,7 +95,8 @@ def test_departures_from_the_paper():
     assert departures(Args(preset="wsrl", **paper | dict(utd_ratio=1))) == ["utd_ratio 1 (paper 4)"]
     assert "retention_ratio 0.5 (paper 0.0)" in departures(Args())
     document = dict(env_id="Any-v0", retention_ratio=0.2, online_cql_alpha=0.0)
-    assert departures(Args(**document), wsrl_warmup.DESIGN) == []
+    for by in ("td_error", "reward", "quality"):  # the document leaves it open
+        assert departures(Args(**document, retention_by=by), wsrl_warmup.DESIGN) == []
     assert departures(Args(env_id="Any-v0"), wsrl_warmup.DESIGN) == ["retention_ratio 0.5 (there 0.2)"]
 
 
@@ -146,6 +147,19 @@ def test_one_seed_one_result(tmp_path, data):
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
     run(tmp_path / "c", data, seed=2)
     assert rows(tmp_path / "c") != rows(tmp_path / "a")
+
+
+def test_a_run_folder_may_hold_an_equals_sign(tmp_path):
+    """The data made in it, and the rows handed over to the second stage, are read from there."""
+    hand = {name: str(tmp_path / f"seed=1.{name}") for name in ("checkpoint_path", "filtered_data_path")}
+    run(tmp_path / "lr=0.1", None, stage="offline", **hand)
+    assert (tmp_path / "lr=0.1" / "data" / "demos.npz").exists()
+    run(
+        tmp_path / "online",
+        None,
+        stage="online",
+        **hand | dict(filtered_data_path=str(tmp_path / "lr=0.1/data/demos.npz")),
+    )
 
 
 def test_two_commands_are_one_run(tmp_path, data):
@@ -278,9 +292,11 @@ def torchrun(folder, data, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("own", [dict(offline_objective="calql"), dict(preset="wsrl", warmup_rollout_steps=5)])
+@pytest.mark.parametrize(
+    "own", [dict(offline_objective="calql", dropout=0.5), dict(preset="wsrl", warmup_rollout_steps=5)]
+)
 def test_two_processes_are_one(own, tmp_path, data):
-    """Same global batch, same update: priorities, the conservative term's draws and logged means included."""
+    """Same global batch, same update: priorities, the conservative term's draws, dropout and logged means included."""
     run(tmp_path / "one", data, **own)
     ended = torchrun(tmp_path / "two", data, save_every=20, **own)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -310,7 +326,9 @@ def test_signal_saves_and_ends(tmp_path, data, monkeypatch, capsys):
     monkeypatch.setattr(wsrl_warmup.Writer, "log", interrupt)
     run(tmp_path / "run", data)
     monkeypatch.setattr(wsrl_warmup.Writer, "log", log)
-    assert last_state(tmp_path / "run")["step"] == 25 and "--resume auto" in capsys.readouterr().out
+    assert last_state(tmp_path / "run")["step"] == 25
+    assert f"--resume auto --run-dir {tmp_path / 'run'} continues it" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "summary.json").exists()
     run(tmp_path / "run", data, resume="auto")
     run(tmp_path / "whole", data)
     assert rows(tmp_path / "run") == rows(tmp_path / "whole")
@@ -329,6 +347,37 @@ def test_resume_checks_what_it_continues(tmp_path, data, capsys):
     assert end.value.code == 2 and f"--resume {tmp_path}: there is no checkpoint" in capsys.readouterr().err
     again = run(tmp_path / "run", data, resume="auto")  # nothing left to do
     assert again["eval/episodic_return"] == done["eval/episodic_return"]
+
+
+def test_a_resumed_run_may_be_longer(tmp_path, data, monkeypatch):
+    """What depends on its length is beta alone: without priorities it is the run that was long from the start."""
+    betas, beta_at = [], wsrl_warmup.beta_at
+    monkeypatch.setattr(wsrl_warmup, "beta_at", lambda *args: betas.append(beta_at(*args)) or betas[-1])
+    for own in (dict(), dict(use_prioritized_replay=False)):
+        folder = tmp_path / f"run{len(own)}"
+        run(folder, data, **own)
+        assert betas[-1] == 1.0
+        metrics = run(folder, data, **own, online_steps=40, resume="auto")
+        assert metrics["charts/env_steps"] == 40 and metrics["charts/updates"] == 60
+        assert betas[-10:] == pytest.approx([0.4 + 0.6 * step / 60 for step in range(51, 61)])
+    run(tmp_path / "whole", data, use_prioritized_replay=False, online_steps=40)
+    assert_same_state(last_state(folder), last_state(tmp_path / "whole"))
+
+
+def test_an_older_checkpoint_is_the_newest_once_resumed(tmp_path, data):
+    folder = tmp_path / "run" / "checkpoints"
+    run(tmp_path / "whole", data)
+    run(tmp_path / "run", data, save_every=10)
+    assert {path.name for path in folder.iterdir()} == {"checkpoint_40.pth", "checkpoint_50.pth", "final_model.pth"}
+    (folder / "checkpoint_best.pth").touch()
+    run(tmp_path / "run", data, save_every=1, resume=str(folder / "checkpoint_40.pth"))
+    names = {path.name for path in folder.iterdir()}  # two are kept: they are of the branch that goes on
+    assert names == {"checkpoint_49.pth", "checkpoint_50.pth", "checkpoint_best.pth", "final_model.pth"}
+    assert rows(tmp_path / "run") == rows(tmp_path / "whole")
+    (folder / "checkpoint_60.pth").touch()
+    run(tmp_path / "run", data, resume=str(folder / "checkpoint_49.pth"))
+    assert wsrl_warmup.newest_checkpoint(Args(resume=str(folder))) == folder / "checkpoint_50.pth"
+    assert not (folder / "checkpoint_60.pth").exists()
 
 
 def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data, monkeypatch):
@@ -447,6 +496,30 @@ def test_what_reaches_an_update(tmp_path, data, monkeypatch):
     assert updates == [(True, 0.5)] * 20 + [(False, 0.25), (False, 0.25), (True, 0.25)] * 30
     noise = [state["augment_rng"] for state in (load_checkpoint(tmp_path / "warm.pth"), last_state(tmp_path / "run"))]
     assert torch.equal(*noise)  # observations are noisy offline only
+
+
+def test_times_are_of_one_log_line(tmp_path, data, monkeypatch):
+    """By a clock that only work moves: environment steps and updates count, evaluation and saving do not."""
+    clock = [1000.0]
+    monkeypatch.setattr(wsrl_warmup.time, "time", lambda: clock[0])
+
+    def takes(owner, name, seconds):
+        work = getattr(owner, name)
+
+        def slow(*args, **kwargs):
+            clock[0] += seconds
+            return work(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    takes(wsrl_warmup.Collector, "step", 0.25)
+    takes(wsrl_warmup.WarmupAgent, "weighted_update", 1.0)
+    takes(wsrl_warmup, "evaluate_frozen", 64.0)
+    takes(wsrl_warmup, "save_checkpoint", 4096.0)
+    run(tmp_path / "run", data, eval_every=5, save_every=5, log_interval=10, utd_ratio=2)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    times = [(row["time/rollout"], row["time/update"], row["charts/UPS"]) for row in lines if "time/update" in row]
+    assert times == [(0, 10, 1), (0, 10, 1)] + [(2.5, 20, 1)] * 3
 
 
 def test_rows_of_the_environment(tmp_path, data):
