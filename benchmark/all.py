@@ -1,7 +1,7 @@
-"""Every table and picture of the README.
+"""Tables and pictures of the README.
 
-python benchmark/all.py --tables   # minutes: prints and draws them from the CSVs
-python benchmark/all.py            # a day: first runs what the CSVs lack (remove one to measure it anew)
+python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
+python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
 
 It needs: pip install imageio gymnasium-robotics 'mujoco<3.12'; peers.py makes an environment of its own.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 COMMANDS = [  # script, what makes it only print (None: it always measures)
-    ("ppo_default.py", None),
+    ("ppo_default.py", "--table"),
     ("replay_study.py --tune", "--plot"),
     ("replay_study.py", "--plot"),
     ("replay_cost.py", None),

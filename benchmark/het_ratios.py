@@ -7,6 +7,7 @@ rollouts all failed (the ones replay is for) and for the others. The ratio is th
 clipped loss; under the shaped one it is beta w / (w + beta)^2, with beta 0.1.
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def watched(data, old_log_probs):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     het_grpo._replace_recorded_old_log_probs = watched
     with tempfile.TemporaryDirectory() as folder:

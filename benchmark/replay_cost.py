@@ -5,6 +5,7 @@
 CPU milliseconds, medians, one thread; the update is that of the default task (64 fresh + 32 drawn answers, 4 epochs).
 """
 
+import argparse
 import json
 import statistics
 import sys
@@ -61,6 +62,7 @@ def time_update():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     print(f"1000 rollouts of 128 + 128 tokens: {megabytes(fill(1_000, 128, 128)):.1f} MB")
     draw, update = time_draws(fill(NUM_ROLLOUTS, PROMPT_TOKENS, RESPONSE_TOKENS)), time_update()

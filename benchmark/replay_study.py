@@ -158,8 +158,9 @@ def best_rates(tuning):
 def table(task, curves):
     """Markdown rows: arm, learning rate, accuracy at the end and over the run, rollouts and seconds to it."""
     lines = []
-    for arm in ARMS[task]:
-        mine = {key: curve for key, curve in curves.items() if key[:2] == (task, arm)}
+    rates = sorted({key[2] for key in curves})
+    for arm, rate in ((arm, rate) for arm in ARMS[task] for rate in rates):
+        mine = {key: curve for key, curve in curves.items() if key[:3] == (task, arm, rate)}
         if not mine:
             continue
         last, mean = ([f(curve) for curve in mine.values()] for f in (lambda c: c[-1][2], area))
@@ -169,7 +170,6 @@ def table(task, curves):
             done = sorted(v if v is not None else float("inf") for v in values)[len(values) // 2]
             median.append(f"{done:.0f}" if done < float("inf") else f"> {worst}" if worst else "–")
         spread = statistics.stdev(last) if len(last) > 1 else 0.0
-        rate = next(iter(mine))[2]
         lines.append(
             f"| {arm} | {rate:g} | {statistics.mean(last):.2f} ± {spread:.2f} | {statistics.mean(mean):.3f} "
             f"| {median[0]} | {median[1]} | {sum(v is not None for v in spent[0])}/{len(mine)} |"

@@ -9,6 +9,7 @@ CPU seconds of the process: other load must not count. Ratios are medians over s
     python benchmark/sac_speed.py            # writes benchmark/sac_speed.csv
 """
 
+import argparse
 import csv
 import sys
 import time
@@ -79,4 +80,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

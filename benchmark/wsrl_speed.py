@@ -8,6 +8,7 @@ seconds of the process, alternating, medians: other load must not count.
     python benchmark/wsrl_speed.py            # writes benchmark/wsrl_speed.csv
 """
 
+import argparse
 import csv
 import sys
 import time
@@ -109,4 +110,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()
