@@ -74,7 +74,7 @@ class Args:
     exp_name: str = Path(__file__).stem
     """first part of the run folder's name"""
     seed: int = 1
-    """decides initial weights, prompts, sampling and shuffling; evaluation does not depend on it"""
+    """decides initial weights, data, sampling and shuffling; evaluation does not depend on it"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes cuda, then mps, then cpu"""
     num_threads: int = 1

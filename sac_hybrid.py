@@ -2,6 +2,7 @@
 
 One thread acts, one learns; half of every batch are demonstrations (RLPD, arXiv:2302.02948):
     act -> human may take over -> store (human's steps also as demos) -> critic-only updates, then one full -> publish
+
 The arm moves continuously (tanh-normal SAC); the gripper closes, stays or opens, by double DQN on the same encoder.
 The built-in environment needs no download: arms over a table, cameras above, a bar to pick up or a slot to hit.
 Simplified on purpose: no pre-trained image backbone, no reward classifier, one environment per actor.
@@ -85,7 +86,7 @@ class Args:
     exp_name: str = Path(__file__).stem
     """first part of the run folder's name"""
     seed: int = 1
-    """decides initial weights, prompts, sampling and shuffling; evaluation does not depend on it"""
+    """decides initial weights, data, sampling and shuffling; evaluation does not depend on it"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes cuda, then mps, then cpu"""
     num_threads: int = 1
@@ -1720,7 +1721,8 @@ def main(args: Args) -> dict[str, float]:
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
-    if rank == 0 and not args.resume and (run_dir / "metrics.jsonl").exists():
+    goes_on = args.resume and (saved is None or checkpoint_path.resolve().parent == save_dir.resolve())
+    if rank == 0 and not goes_on and (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     if rank == 0 and args.resume and not saved:
         cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint

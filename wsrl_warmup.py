@@ -5,6 +5,7 @@ The design this script started from also calls itself WSRL-style and does someth
 replay, part of the data kept, an offline share that decays. --preset takes either, RLPD (arXiv:2302.02948) or
 SAC from scratch; an option that is given wins over the preset. The SAC core is word for word that of sac_hybrid.py.
     offline: sample sources -> weighted SAC, CQL or Cal-QL   |   keep the best rows   |   online: act, mix, update
+
 Simplified on purpose: one environment, vector observations. Under torchrun every process plays the same environment
 with the same random numbers and computes its share of each batch.
 Shapes: N rows, D observation dims, A action dims, E critics, M actions of the CQL term (K uniform, 2 K of the policy).
@@ -105,7 +106,7 @@ class Args:
     exp_name: str = Path(__file__).stem
     """first part of the run folder's name"""
     seed: int = 1
-    """decides initial weights, prompts, sampling and shuffling; evaluation does not depend on it"""
+    """decides initial weights, data, sampling and shuffling; evaluation does not depend on it"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto takes cuda, then mps, then cpu"""
     num_threads: int = 1
@@ -1609,7 +1610,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
     run_dir = args.run_dir or (saved["run_dir"] if saved else None)
     run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{started[0]}")
     save_dir = Path(args.save_dir or run_dir / "checkpoints")
-    if rank == 0 and not args.resume and (run_dir / "metrics.jsonl").exists():
+    goes_on = args.resume and (saved is None or checkpoint_path.resolve().parent == save_dir.resolve())
+    if rank == 0 and not goes_on and (run_dir / "metrics.jsonl").exists():
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
     for name, folder in (("run-dir", run_dir), ("save-dir", save_dir)):
         check_folder(name, folder)
@@ -1845,7 +1847,8 @@ def main(args: Args, alone: bool = False) -> dict[str, float]:
             scores = evaluate_frozen(agent.policy, env, 10_000, args.eval_episodes)
             writer.log(scores | {"charts/env_steps": env_steps}, step)
         stage = f"online {env_steps}" if env_steps else "offline"
-        writer.status(f"{stage} return {scores.get('eval/episodic_return', math.nan):.1f}", done=step)
+        found = f" return {scores['eval/episodic_return']:.1f}" if scores else ""  # none yet after a resume
+        writer.status(stage + found, done=step)
 
         # 6 save; what is handed over comes first: after the checkpoint of the last step nothing would write it again
         if step == args.offline_steps and args.stage != "online":

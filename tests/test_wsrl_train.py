@@ -345,6 +345,10 @@ def test_resume_checks_what_it_continues(tmp_path, data, capsys):
     with pytest.raises(SystemExit) as end:  # only auto may start anew
         run(tmp_path / "new", data, resume=str(tmp_path))
     assert end.value.code == 2 and f"--resume {tmp_path}: there is no checkpoint" in capsys.readouterr().err
+    run(tmp_path / "other", data)
+    with pytest.raises(SystemExit) as end:  # one run's checkpoint must not cut the metrics of another
+        run(tmp_path / "other", data, resume=str(tmp_path / "run"))
+    assert end.value.code == 2 and "holds a run already" in capsys.readouterr().err
     again = run(tmp_path / "run", data, resume="auto")  # nothing left to do
     assert again["eval/episodic_return"] == done["eval/episodic_return"]
 
