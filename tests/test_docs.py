@@ -37,7 +37,7 @@ def test_commands_of_the_docstring_parse(name):
         tyro.cli(module.Args, args=shlex.split(flags))
 
 
-def documented_keys(heading="## Metrics"):
+def documented_keys(heading="## Metrics of ppo.py, ppo_v1.py, ppo_v2.py"):
     """First column of the README's metrics table, `a/{b,c}` written out."""
     table = re.split(r"\n##+ ", README[README.index(f"\n{heading}\n") + 1 :])[0]
     keys = set()
@@ -193,3 +193,12 @@ def test_wsrl_tables_are_the_raw_data():
 def test_peers_table_is_the_raw_data():
     lines = load("peers").tables(list(csv.DictReader(open(ROOT / "benchmark" / "peers.csv")))).splitlines()
     assert len(lines) > 3 and all(line in README for line in lines), lines
+
+
+def test_links_within_the_readme_resolve():
+    text = (ROOT / "README.md").read_text()
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    links = re.findall(r"\]\(#([^)]*)\)", text)
+    assert len(links) > 5 and not set(links) - anchors
+    assert all((ROOT / path).exists() for path in re.findall(r"\]\(((?!http|#)[^)]*)\)", text))
