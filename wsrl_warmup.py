@@ -79,7 +79,8 @@ SMALL |= dict(tau=0.01, buffer_size=50_000, eval_every=500, data_steps=10_000)
 TASKS = {  # then: what a small task needs
     # a sparse reward: Cal-QL's bound by the return is there at once, while plain SAC's policy came and went
     "MountainCarContinuous-v0": SMALL | dict(reward_scale=0.1, offline_objective="calql"),
-    "Pendulum-v1": SMALL | dict(reward_scale=0.1),
+    # with 128 rows the mean action came to fail where the sampled ones did not, on three tuning seeds of five
+    "Pendulum-v1": SMALL | dict(reward_scale=0.1, batch_size=256),
     "Reacher-v5": SMALL,
     "InvertedDoublePendulum-v5": SMALL | dict(reward_scale=0.1),
 }
@@ -170,7 +171,7 @@ class Args:
 
     # optimization
     batch_size: int | None = None
-    """rows of an update (None: 128 small tasks, else 256)"""
+    """rows of an update (None: 128 small tasks but Pendulum, else 256)"""
     lr: float | None = None
     """Adam, for actor, critics and temperature (None: 1e-3 small tasks, else 3e-4)"""
     obs_noise: float = 0.0

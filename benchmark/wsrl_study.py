@@ -59,6 +59,7 @@ ARMS = {
     "design - decay": dict(offline_decay_rate=1.0, min_offline_ratio=0.5, initial_offline_ratio=0.5),
     "design, 1500 offline updates": dict(offline_steps=1_500),
     "wsrl, 1500 offline updates": dict(preset="wsrl", warmup_rollout_steps=500, offline_steps=1_500),
+    "design, batch 128": dict(batch_size=128),
     "design, plain SAC": dict(offline_objective="sac"),
     "design, Cal-QL": dict(offline_objective="calql"),
     "design, Cal-QL offline only": dict(offline_objective="calql", online_cql_alpha=0.0),
@@ -77,7 +78,9 @@ SWEEPS = {
 SKIPPED = {("MountainCarContinuous-v0", "design, Cal-QL")}  # the design itself, as are the next ones on the others
 DESIGN = ("design, plain SAC", "design, 1500 offline updates", "wsrl, 1500 offline updates")
 SKIPPED |= {(task, arm) for task in ("Pendulum-v1", "Reacher-v5") for arm in DESIGN}
-SKIPPED |= {(task, arm) for task in ("MountainCarContinuous-v0", "Reacher-v5") for arm in SWEEPS}
+SKIPPED |= {
+    (task, arm) for task in ("MountainCarContinuous-v0", "Reacher-v5") for arm in (*SWEEPS, "design, batch 128")
+}
 
 
 def run(task, arm, seed):
