@@ -1332,6 +1332,7 @@ def main(args: Args) -> dict[str, float]:
     elif args.resume:
         print("nothing to resume: starting fresh")
     check_folder("run-dir", run_dir)
+    # v1: checkpoint
     goes_on = args.resume and (saved is None or run_dir.resolve() == home.parent)
     if (run_dir / "metrics.jsonl").exists() and not goes_on:
         fail(f"--run-dir {run_dir} holds a run already: choose another folder")
@@ -1606,6 +1607,7 @@ def main(args: Args) -> dict[str, float]:
                 sync_gradients(policy, world_size)
                 stats = sum_over_ranks(stats, world_size, device)
                 stats["losses/grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                # v1: distributed
                 if args.fsdp:
                     stats["losses/grad_norm"] = stats["losses/grad_norm"].full_tensor()
                 num_updates += 1

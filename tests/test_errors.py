@@ -2,10 +2,12 @@
 
 import importlib
 import json
+import signal
+import subprocess
 import sys
 
 import pytest
-from conftest import LM_SCRIPTS
+from conftest import LM_SCRIPTS, ROOT
 
 every_script = pytest.mark.parametrize("name", LM_SCRIPTS)
 
@@ -144,3 +146,14 @@ def test_command_line(name, flags, words, capsys, tmp_path, monkeypatch):
 def test_exit_code_of_the_process(run_script, tmp_path):
     done = run_script("ppo.py", "--temperature", 0)
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["ppo", "het_grpo"])
+def test_an_interrupt_before_the_first_iteration(name, tmp_path):
+    """Ctrl-C in the warm start, where there is nothing to save yet: one line, no traceback, no run folder."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, str(ROOT / f"{name}.py")], cwd=tmp_path, **pipes) as process:
+        assert process.stdout.readline().startswith("warm start: ")
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1].splitlines() == [f"{name}.py: interrupted"]
+    assert process.returncode == 130 and not list(tmp_path.iterdir())

@@ -107,6 +107,11 @@ def test_the_objective_does_not_change_at_the_transition():
     assert Args(preset="wsrl", **car).online_cql_alpha == 0  # the paper's does
 
 
+def test_pendulum_has_larger_batches_whatever_the_preset():
+    sizes = [Args(env_id=env, preset=p).batch_size for p in ("design", "rlpd") for env in ("Pendulum-v1", "Reacher-v5")]
+    assert sizes == [256, 128, 256, 128]
+
+
 @pytest.mark.parametrize("preset", TABLE)
 def test_every_preset_runs(preset, tmp_path, data, capsys):
     own = dict(warmup_rollout_steps=10) if preset == "wsrl" else {}
