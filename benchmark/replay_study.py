@@ -1,19 +1,19 @@
-"""Does replay help? Plain PPO with 1 to 32 epochs, each at its best learning rate, against replay, per rollout.
+"""Where does replay pay? Plain PPO, rejection sampling and PPO with replay, tuned alike, on five tasks.
 
-    python benchmark/replay_study.py                     # everything that is not in the CSV yet, then table and picture
-    python benchmark/replay_study.py --only rare --tune  # learning rates, on seeds that are not reported
-    python benchmark/replay_study.py --plot              # table and picture from the CSV
+    python benchmark/replay_study.py --tune     # every setting of GRIDS on the tuning seeds -> replay_tuning.csv
+    python benchmark/replay_study.py            # what replay_study.csv lacks, at the best settings, on seeds 1 to 5
+    python benchmark/replay_study.py --tables   # tables and picture from the CSVs; no training
 
-Three tasks: `rare`, sorting 5 or 6 digits, where the start policy is right in about 1 of 100 answers; `default`, the
-built-in task; `long`, the built-in task with answers of 33 tokens, where generating takes most of the time. Every run
-is `ppo_v2.py` with the flags of its arm; accuracy is greedy, on held-out prompts; seconds are CPU time.
+Every run is `ppo_v2.py` with the flags that the tables print, or `rejection_sampling` below on the same model, prompts
+and sampler. Accuracy is greedy, on held-out prompts, by the true verifier; seconds are CPU time of sampling and
+updating, without warm start and evaluation.
 """
 
 import argparse
 import csv
+import functools
 import json
-import math
-import multiprocessing
+import random
 import statistics
 import sys
 import tempfile
@@ -21,237 +21,266 @@ import time
 import types
 from pathlib import Path
 
-HERE = Path(__file__).parent
+import torch
+
+HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-COLUMNS = ["task", "arm", "learning_rate", "seed", "global_step", "seconds", "train_score", "eval_score", "share"]
+import ppo_v2
+
 SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
-COMMON = dict(device="cpu", early_stopping_patience=0, save_every=0)
-TASKS = {
-    "rare": dict(min_digits=5, max_digits=6, batch_size=32, num_iterations=160, eval_every=10, **COMMON),
-    "default": dict(eval_every=5, **COMMON),
-    "long": dict(max_response_length=33, sft_steps=600, num_iterations=100, eval_every=5, **COMMON),
+REPEATS = 8  # task long: the sorted digits, this many times over
+WRONG = 0.1  # task noisy: share of verdicts that are turned round
+TASKS = {  # options, and the accuracy whose cost is reported
+    "default": (dict(), 0.9, "3-4 digits: one answer in ten is right at the start"),
+    "rare": (dict(min_digits=5, max_digits=6), 0.9, "5-6 digits: one in a hundred"),
+    "rarer": (dict(min_digits=7, max_digits=7, answers=12_800), 0.9, "7 digits: one in a thousand"),
+    "long": (dict(max_response_length=33, sft_steps=600), 0.5, "3-4 digits, written eight times"),
+    "noisy": (dict(), 0.9, "3-4 digits, one verdict in ten is wrong"),
 }
-THRESHOLDS = {"rare": 0.5, "default": 0.9, "long": 0.5}
-REPEATS = 8  # long: the sorted digits, this many times over
-GUIDE = dict(use_replay_buffer=True, use_priority_sampling=False, priority_alpha=0.6, priority_beta=0.4)
-GUIDE |= dict(priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4, min_replay_size=100)
-GUIDE |= dict(replay_advantages="all")
-REPLAY = GUIDE | dict(max_replay_reuse=8, min_replay_size=32)
-PER = dict(use_priority_sampling=True)
-BEST = dict(use_replay_buffer=True)  # the defaults
-ALL = BEST | dict(replay_advantages="all")
-MORE = dict(num_iterations=400)
-EPOCHS = {n: f"plain, {n} epochs" if n > 1 else "plain, 1 epoch" for n in (1, 2, 4, 8, 16, 32)}
-ARMS = {
-    "rare": {EPOCHS[n]: dict(update_epochs=n) for n in EPOCHS}
-    | {f"{EPOCHS[n]}, 2.5x the answers": MORE | dict(update_epochs=n) for n in EPOCHS}
-    | {
-        "plain, 4 epochs, 2.5x the answers, std floor": MORE | dict(floor=0.2),
-        "replay": BEST,
-        "replay, 2.5x the answers": BEST | MORE,
-        "replay, all advantages, 2.5x the answers": ALL | MORE,
-        "replay, std floor": BEST | dict(floor=0.2),
-        "replay, all advantages": ALL,
-        "replay, uniform": BEST | dict(use_priority_sampling=False, priority_age_tau=None),
-        "replay, no age decay": BEST | dict(priority_age_tau=None),
-        "replay, behaviour": BEST | dict(replay_correction="behaviour"),
-        "replay, none": BEST | dict(replay_correction="none"),
-        "replay, reuse 2": BEST | dict(max_replay_reuse=2),
-        "replay, reuse 4": BEST | dict(max_replay_reuse=4),
-        "all advantages, uniform": REPLAY,
-        "all advantages, PER": REPLAY | PER,
-        "all advantages, PER, age": REPLAY | PER | dict(priority_age_tau=50.0),
-        "all advantages, behaviour": ALL | dict(replay_correction="behaviour"),
-        "all advantages, none": ALL | dict(replay_correction="none"),
-        "all advantages, reuse 2": ALL | dict(max_replay_reuse=2),
-        "all advantages, reuse 4": ALL | dict(max_replay_reuse=4),
-        "replay, the guide's values": GUIDE,
-    },
-    "default": {
-        EPOCHS[4]: {},
-        "replay": BEST,
-        "replay, all advantages": ALL,
-        "replay, the guide's values, PER": GUIDE | PER,
-        "replay, the guide's values": GUIDE,
-    },
-    "long": {EPOCHS[1]: dict(update_epochs=1), EPOCHS[4]: {}, "replay": BEST, "replay, all advantages": ALL},
+REPLAY = dict(use_replay_buffer=True)
+GUIDE = REPLAY | dict(replay_advantages="all", min_replay_size=100, replay_sample_size=32, priority_alpha=0.6)
+GUIDE |= dict(priority_beta=0.4, priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4)
+ARMS = {  # name: options; "sft" means rejection sampling
+    "plain PPO": {},
+    "rejection sampling": dict(sft=True),
+    "replay": REPLAY,
+    "replay, guide, uniform": GUIDE | dict(use_priority_sampling=False),
+    "replay, guide, PER": GUIDE,
+    "plain PPO, whitened": dict(norm_adv=True),
 }
-RATES = {"rare": (1e-4, 3e-4, 3e-5), "default": (1e-4, 3e-4), "long": (1e-4, 3e-4)}
+ONLY = {"replay, guide, uniform": ("default", "rare"), "replay, guide, PER": ("default", "rare")}
+ONLY |= {"plain PPO, whitened": ("default", "rare")}  # arms that answer a question of these tasks alone
+CHANGES = [{}, dict(batch_size=64), dict(batch_size=256), dict(learning_rate=2e-4), dict(learning_rate=1e-3)]
+CHANGES += [dict(update_epochs=4)]  # one at a time, from the defaults
+GRIDS = {
+    "plain PPO": CHANGES + [dict(norm_adv=True)],
+    "rejection sampling": [dict(learning_rate=5e-4, steps=n) for n in (2, 4, 8)]
+    + [dict(learning_rate=rate, steps=4) for rate in (2e-4, 1e-3)]
+    + [dict(learning_rate=2e-4, steps=8), dict(learning_rate=1e-3, steps=2)],
+    "replay": CHANGES + [dict(replay_sample_size=128)],
+}
 
 
-def rate_of(task, arm, rates):
-    """The arm's tuned learning rate, or that of the arm it comes from."""
-    kin = [arm, f"{arm}, 2.5x the answers", arm.replace(", std floor", ""), "replay"]
-    return next((rates[task, name] for name in kin if (task, name) in rates), RATES[task][0])
+def grid(task, arm):
+    """Seven settings an arm; on `long`, whose runs take minutes, the learning rate alone."""
+    settings = GRIDS.get(arm, [])
+    return [s for s in settings if s.keys() <= {"learning_rate", "steps"} and s.get("steps", 4) == 4 or task != "long"]
 
 
-def run(job):
-    """One training run -> rows for the CSV."""
-    import torch
+def rejection_sampling(args, policy, train, evaluate, rollout, steps: int):
+    """The simplest rival: keep what was right, imitate it. `steps` supervised steps of 64 answers an iteration."""
+    optimizer = torch.optim.AdamW(policy.lm.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
+    kept, curve, seconds = [], [(0, 0.0, evaluate())], 0.0
+    names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask")
+    for iteration in range(1, args.num_iterations + 1):
+        start = time.process_time()
+        torch.manual_seed(args.seed * 1_000_003 + iteration)
+        rows = rollout(train[(iteration - 1) * args.batch_size : iteration * args.batch_size])
+        right = (rows["scores"] > 0).nonzero().flatten().tolist()
+        kept += [{name: rows[name][[i]] for name in names} for i in right]
+        for _ in range(steps if kept else 0):
+            batch = ppo_v2.join([kept[i] for i in torch.randint(len(kept), (64,)).tolist()])
+            loss = -ppo_v2.masked_mean(policy(batch)[0], batch["response_mask"])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            optimizer.step()
+        seconds += time.process_time() - start
+        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+            curve.append((iteration * args.batch_size, seconds, evaluate()))
+    return curve
 
+
+WARM = {}  # (seed, task) -> weights: the warm start is the same for all arms
+
+
+def prepare(module, task):
+    """Let a script remember its warm start, and give it the tasks that are not options of it."""
+    plain_start, plain_task, plain_rollout = module.warm_start, module.make_task, module.rollout
+
+    def warm_start(lm, pairs, tokenizer, args):
+        key = args.seed, task
+        if key not in WARM:
+            plain_start(lm, pairs, tokenizer, args)
+            WARM[key] = {name: x.clone() for name, x in lm.state_dict().items()}
+        lm.load_state_dict(WARM[key])
+
+    module.warm_start = warm_start
+    if task == "long":
+        plain_scramble = module.scramble
+        module.scramble = lambda answer, rng: plain_scramble(answer[: len(answer) // REPEATS], rng) * REPEATS
+
+        def make_task(args, tokenizer):
+            train, held_out, verifier = plain_task(args, tokenizer)
+            train, held_out = ([(p, answer * REPEATS) for p, answer in pairs] for pairs in (train, held_out))
+            return train, held_out, verifier
+
+        module.make_task = make_task
+    if task == "noisy":
+
+        def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None):
+            rows = plain_rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+            if uniforms is not None:  # training; evaluation asks the true verifier
+                wrong = torch.rand(len(pairs)) < WRONG
+                rows["scores"] = torch.where(wrong, 1 - rows["scores"], rows["scores"])
+            return rows
+
+        module.rollout = rollout
+    return lambda: vars(module).update(
+        warm_start=plain_start, make_task=plain_task, rollout=plain_rollout,
+        scramble=plain_scramble if task == "long" else module.scramble,
+    )  # fmt: skip
+
+
+def run(task, arm, setting, seed):
+    """One training run -> [(answers, CPU seconds, accuracy), ...]"""
     torch.set_num_threads(1)
-    import ppo_v2
+    flags = TASKS[task][0] | ARMS[arm] | setting
+    answers, sft, steps = flags.pop("answers", 5_120), flags.pop("sft", False), flags.pop("steps", 0)
+    batch_size = flags.get("batch_size", ppo_v2.Args.batch_size)
+    flags |= dict(num_iterations=answers // batch_size, eval_every=max(1, answers // 20 // batch_size))
+    restore = prepare(ppo_v2, task)
+    ppo_v2.time = types.SimpleNamespace(time=time.process_time)  # other load on the machine must not count
+    stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            args = ppo_v2.Args(**flags, seed=seed, device="cpu", save_every=10**6, run_dir=f"{folder}/run")
+            if sft:
+                torch.manual_seed(seed)
+                lm, tokenizer, eos_ids = ppo_v2.load_lm(args)
+                train, held_out, scorer = ppo_v2.make_task(args, tokenizer)
+                ppo_v2.warm_start(lm, train, tokenizer, args)
+                policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
+                stream = random.Random(f"{seed}/0").sample(train, len(train))
+                evaluate = functools.partial(ppo_v2.evaluate, policy, held_out, tokenizer, scorer, args)
 
-    # CPU seconds of this process: other load on the machine must not count
-    ppo_v2.time = types.SimpleNamespace(time=time.process_time, strftime=time.strftime)
-    task, arm, rate, seed = job
-    flags = TASKS[task] | ARMS[task][arm]
-    if floor := flags.pop("floor", 0):  # an experiment about the cause, not an option: noise is not blown up to 1
+                def rollout(pairs):
+                    uniforms = torch.rand(len(pairs), args.max_response_length)
+                    return ppo_v2.rollout(policy, pairs, tokenizer, scorer, args, uniforms)
 
-        def whiten(x, mask):
-            centred = (x - ppo_v2.masked_mean(x, mask)) * mask
-            return centred / ppo_v2.masked_mean(centred**2, mask).sqrt().clamp(min=floor)
+                return rejection_sampling(args, policy, stream, evaluate, rollout, steps)
+            ppo_v2.main(args)
+            rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    finally:
+        sys.stdout = stdout
+        restore()
+    curve, seconds = [], 0.0
+    for row in rows:
+        seconds += row.get("time/rollout", 0) + row.get("time/update", 0)
+        if "eval/score" in row:
+            curve.append((row["global_step"], seconds, row["eval/score"]))
+    return curve
 
-        ppo_v2.whiten = whiten
-    if task == "long":  # generating is sequential: eight times the tokens cost it more than they cost the update
-        plain = ppo_v2.make_generated_task
 
-        def repeated(args):
-            task = plain(args)
-            evaluation = [(prompt, answer * REPEATS) for prompt, answer in task.evaluation]
-            train = lambda position: (task.train(position)[0], task.train(position)[1] * REPEATS)  # noqa: E731
-            scramble = lambda rng, answer: task.scramble(rng, answer[: len(answer) // REPEATS]) * REPEATS  # noqa: E731
-            return ppo_v2.Task(train, evaluation, task.score, scramble)
-
-        ppo_v2.make_generated_task = repeated
-    with tempfile.TemporaryDirectory() as folder:
-        options = flags | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
-        sys.stdout = open("/dev/null", "w")
-        ppo_v2.main(ppo_v2.Args(**options))
-        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-    generating = sum(row.get("time/rollout", 0) for row in rows)
-    share = round(generating / (generating + sum(row.get("time/update", 0) for row in rows)), 3)
-    rows = [row for row in rows if "eval/score" in row]
-    values = [(r["global_step"], r["time"], r.get("charts/score", ""), r["eval/score"], share) for r in rows]
-    return [[task, arm, rate, seed, *value] for value in values]
+# --- tables ---
+COLUMNS = ["task", "arm", "setting", "seed", "answers", "seconds", "accuracy"]
 
 
 def read(path):
-    """{(task, arm, learning rate, seed): [(global_step, seconds, eval score), ...]}"""
+    """{(task, arm, setting, seed): [(answers, seconds, accuracy), ...]}"""
     curves = {}
-    if path.exists():
-        for row in csv.DictReader(open(path)):
-            key = row["task"], row["arm"], float(row["learning_rate"]), int(row["seed"])
-            point = int(row["global_step"]), float(row["seconds"]), float(row["eval_score"])
-            curves.setdefault(key, []).append(point)
+    for row in csv.DictReader(open(path)) if path.exists() else ():
+        key = row["task"], row["arm"], row["setting"], int(row["seed"])
+        curves.setdefault(key, []).append((int(row["answers"]), float(row["seconds"]), float(row["accuracy"])))
     return curves
 
 
+def area(curve):
+    """Mean accuracy over the run: higher is sooner."""
+    return statistics.mean(accuracy for _, _, accuracy in curve[1:])
+
+
+def best_settings(tuning):
+    """(task, arm) -> the setting with the highest mean accuracy over the run, over the tuning seeds"""
+    found = {}
+    for (task, arm, setting, _), curve in tuning.items():
+        found.setdefault((task, arm), {}).setdefault(setting, []).append(area(curve))
+    return {key: max(areas, key=lambda s: statistics.mean(areas[s])) for key, areas in found.items()}
+
+
 def reach(curve, threshold, column=0):
-    """Rollouts (or seconds) until the accuracy first reaches the threshold; None if it never does."""
     return next((point[column] for point in curve if point[2] >= threshold), None)
 
 
-def area(curve):
-    """Mean accuracy over the run, by rollouts."""
-    return statistics.mean(point[2] for point in curve[1:])
+def words(setting: str) -> str:
+    """A setting as the flags that a reader types."""
+    flags = [f"--{k.replace('_', '-')} {v}" if v is not True else f"--{k.replace('_', '-')}"
+             for k, v in json.loads(setting).items()]  # fmt: skip
+    return "`" + " ".join(flags) + "`" if flags else "defaults"
 
 
-def best_rates(tuning):
-    """The learning rate with the highest mean accuracy over the run on the tuning seeds, per arm."""
-    found = {}
-    for (task, arm, rate, _), curve in tuning.items():
-        found.setdefault((task, arm), {}).setdefault(rate, []).append(area(curve))
-    return {key: max(rates, key=lambda r: statistics.mean(rates[r])) for key, rates in found.items()}
+def median_of(values):
+    """Middle of five where a run that never gets there counts as the longest."""
+    values = sorted(v if v is not None else float("inf") for v in values)
+    middle = values[len(values) // 2]
+    return "–" if middle == float("inf") else f"{middle:.0f}"
 
 
-def table(task, curves):
-    """Markdown rows: arm, learning rate, accuracy at the end and over the run, rollouts and seconds to it."""
-    lines = []
-    rates = sorted({key[2] for key in curves})
-    for arm, rate in ((arm, rate) for arm in ARMS[task] for rate in rates):
-        mine = {key: curve for key, curve in curves.items() if key[:3] == (task, arm, rate)}
+def table(task, curves, settings):
+    lines = ["| arm | accuracy at the end, by seed | mean over the run | answers | CPU s | of 5 | setting |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for arm in ARMS:
+        mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
         if not mine:
             continue
-        last, mean = ([f(curve) for curve in mine.values()] for f in (lambda c: c[-1][2], area))
-        spent = [[reach(curve, THRESHOLDS[task], column) for curve in mine.values()] for column in (0, 1)]
-        median = []
-        for values, worst in zip(spent, (max(c[-1][0] for c in mine.values()), None), strict=True):
-            done = sorted(v if v is not None else float("inf") for v in values)[len(values) // 2]
-            median.append(f"{done:.0f}" if done < float("inf") else f"> {worst}" if worst else "–")
-        spread = statistics.stdev(last) if len(last) > 1 else 0.0
-        lines.append(
-            f"| {arm} | {rate:g} | {statistics.mean(last):.2f} ± {spread:.2f} | {statistics.mean(mean):.3f} "
-            f"| {median[0]} | {median[1]} | {sum(v is not None for v in spent[0])}/{len(mine)} |"
-        )
+        ends = " ".join(f"{curve[-1][2]:.2f}".removeprefix("0") for curve in mine)
+        threshold = TASKS[task][1]
+        spent = [[reach(curve, threshold, column) for curve in mine] for column in (0, 1)]
+        there = sum(value is not None for value in spent[0])
+        cost = f"{median_of(spent[0])} | {median_of(spent[1])} | {there}"
+        setting = words(next(key[2] for key in curves if key[:2] == (task, arm)))
+        lines.append(f"| {arm} | {ends} | {statistics.mean(map(area, mine)):.2f} | {cost} | {setting} |")
     return "\n".join(lines)
 
 
-def plot(curves, path):
-    """Means over seeds, with the range of all seeds behind the two arms that matter most."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    more = [f"{EPOCHS[4]}, 2.5x the answers", "replay, 2.5x the answers"]
-    rare = [*more, EPOCHS[16], EPOCHS[32], "replay, all advantages, 2.5x the answers", "replay, uniform"]
-    rare += ["all advantages, uniform", "replay, the guide's values"]
-    panels = [  # task, column of the curve, arms, title
-        ("rare", 0, rare, "success is rare at the start (5-6 digits)"),
-        ("rare", 1, rare, "the same, by time"),
-        ("default", 0, list(ARMS["default"]), "default task"),
-        ("long", 1, list(ARMS["long"]), "longer answers (33 tokens)"),
-    ]
-    panels = [panel for panel in panels if any(key[0] == panel[0] for key in curves)]
-    figure, colours = Figure(figsize=(10, 3.4 * math.ceil(len(panels) / 2) + 0.6), layout="constrained"), {}
-    for i, (task, column, arms, title) in enumerate(panels, 1):
-        axis = figure.add_subplot(math.ceil(len(panels) / 2), 2, i)
-        for arm in arms:
-            mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
-            if mine:
-                x = [statistics.mean(points) for points in zip(*[[p[column] for p in c] for c in mine], strict=True)]
-                y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
-                name = arm.removesuffix(", 2.5x the answers")  # one colour and one entry in the legend for both lengths
-                new = name not in colours
-                colour = colours.setdefault(name, f"C{len(colours)}")
-                look = dict(color=colour, linestyle="--" if arm.startswith("plain") else "-")
-                axis.plot(x, [statistics.mean(points) for points in y], label=name if new else None, **look)
-                if name in (EPOCHS[4], "replay"):
-                    axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.12)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("CPU seconds" if column else "generated answers")
-        axis.set_ylabel("greedy accuracy, held-out")
-        axis.set_ylim(0, 1.02)
-        axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    FigureCanvasAgg(figure).print_png(path)
+def grid_table(tuning):
+    """Mean accuracy over the run of every setting that was tried, mean of the tuning seeds."""
+    lines = ["| arm | setting | " + " | ".join(TASKS) + " |", "|---|---|" + "---|" * len(TASKS)]
+    best = best_settings(tuning)
+    for arm, settings in GRIDS.items():
+        for setting in map(json.dumps, settings):
+            cells = []
+            for task in TASKS:
+                areas = [area(tuning[key]) for key in tuning if key[:3] == (task, arm, setting)]
+                cell = f"{statistics.mean(areas):.2f}".removeprefix("0") if areas else ""
+                cells.append(f"**{cell}**" if best.get((task, arm)) == setting else cell)
+            lines.append(f"| {arm} | {words(setting)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(TASKS), help="one of the tasks")
-    parser.add_argument("--arms", nargs="*", help="these arms only")
-    parser.add_argument("--seeds", nargs="*", type=int, help="these seeds only")
-    parser.add_argument("--rates", nargs="*", type=float, help="learning rates to tune over")
-    parser.add_argument("--tune", action="store_true", help="rates on the tuning seeds, into replay_tuning.csv")
-    parser.add_argument("--plot", action="store_true", help="no training")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--tune", action="store_true", help="all settings on the tuning seeds")
+    parser.add_argument("--tables", action="store_true", help="no training")
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     options = parser.parse_args()
     tuning_path, study_path = HERE / "replay_tuning.csv", HERE / "replay_study.csv"
     path = tuning_path if options.tune else study_path
-    rates, done = best_rates(read(tuning_path)), read(path)
+    best, done = best_settings(read(tuning_path)), read(path)
     jobs = []
-    for task in [options.only] if options.only else TASKS:
-        for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
-            for arm in options.arms or ARMS[task]:
-                own = options.rates or RATES[task] if options.tune else [rate_of(task, arm, rates)]
-                jobs += [(task, arm, rate, seed) for rate in own if (task, arm, rate, seed) not in done]
-    if not options.plot:
+    for task in options.tasks:
+        for seed in TUNING_SEEDS if options.tune else SEEDS:
+            for arm in options.arms:
+                if task in ONLY.get(arm, TASKS):
+                    tuned = best.get((task, arm), "{}")  # the others at the defaults
+                    settings = map(json.dumps, grid(task, arm)) if options.tune else [tuned]
+                    jobs += [(task, arm, setting, seed) for setting in settings]
+    jobs = [] if options.tables else [job for job in jobs if job not in done]
+    for i, (task, arm, setting, seed) in enumerate(jobs, 1):
+        curve = run(task, arm, json.loads(setting), seed)
         new = not path.exists()
-        spawn = multiprocessing.get_context("spawn")  # one process a job: run() changes the module it imports
-        with spawn.Pool(options.workers, maxtasksperchild=1) as pool, open(path, "a", newline="") as file:
+        with open(path, "a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            if new:
-                writer.writerow(COLUMNS)
-            for i, rows in enumerate(pool.imap_unordered(run, jobs), 1):
-                writer.writerows(rows)
-                file.flush()
-                print(
-                    f"[{i}/{len(jobs)}] {rows[-1][1]}, lr {rows[-1][2]}, seed {rows[-1][3]}: {rows[-1][-2]:.3f}",
-                    flush=True,
-                )
-    curves = read(path)
-    for task in TASKS:
-        print(f"\n{task}: accuracy at the end, mean over the run, answers and CPU seconds to {THRESHOLDS[task]}")
-        print(table(task, curves))
-    if not options.tune:
-        plot(curves, HERE.parent / "docs" / "replay_study.png")
+            writer.writerows([COLUMNS] if new else [])
+            rows = [(answers, round(seconds, 2), round(accuracy, 4)) for answers, seconds, accuracy in curve]
+            writer.writerows([[task, arm, setting, seed, *row] for row in rows])
+        print(f"[{i}/{len(jobs)}] {task}, {arm}, {setting}, seed {seed}: {curve[-1][2]:.3f}, {curve[-1][1]:.0f} s", flush=True)
+    curves, tuning = read(study_path), read(tuning_path)
+    print(f"\nmean accuracy over the run, tuning seeds\n\n{grid_table(tuning)}")
+    for task, (_, threshold, title) in TASKS.items():
+        print(f"\n{task}: {title}; answers and CPU seconds to {threshold}\n\n{table(task, curves, best)}")
+
+
+if __name__ == "__main__":
+    main()
