@@ -18,9 +18,9 @@ import ppo_v2
 def test_learns_to_sort(script, options, tmp_path):
     scores = []
     for seed in (21, 22, 23):
-        args = script.Args(seed=seed, eval_every=0, device="cpu", **options, run_dir=str(tmp_path / str(seed)))
+        args = script.Args(seed=seed, eval_every=40, device="cpu", **options, run_dir=str(tmp_path / str(seed)))
         scores.append(script.main(args)["eval/score"])
-    assert statistics.median(scores) >= 0.9, scores
+    assert statistics.median(scores) >= 0.95 and min(scores) >= 0.9, scores
 
 
 @pytest.mark.slow
@@ -28,5 +28,5 @@ def test_a_wrong_sign_does_not_learn(tmp_path, monkeypatch):
     """The threshold above means something: with the advantage's sign flipped, accuracy falls."""
     real = ppo.compute_gae
     monkeypatch.setattr(ppo, "compute_gae", lambda *args: -real(*args))
-    args = ppo.Args(seed=21, num_iterations=60, eval_every=0, device="cpu", run_dir=str(tmp_path / "run"))
+    args = ppo.Args(seed=21, eval_every=40, device="cpu", run_dir=str(tmp_path / "run"))
     assert ppo.main(args)["eval/score"] < 0.2

@@ -3,62 +3,115 @@
 import importlib
 import json
 import math
+import os
+import re
+import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
 import torch
-from conftest import LM_SCRIPTS, TINY_LM, metrics_without_times
+import tyro
+from conftest import LM_SCRIPTS, ROOT, TINY_LM, metrics_without_times, run, same, weights
+from test_v1 import assert_nearly_the_same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ppo_v2
 
-@pytest.mark.parametrize("name", LM_SCRIPTS)
+every_script = pytest.mark.parametrize("name", LM_SCRIPTS)
+REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8)
+
+
+def flags(**options):
+    """As a user would type them."""
+    words = []
+    for name, value in (TINY_LM | options).items():
+        words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return words
+
+
+@every_script
 def test_main_trains_and_fills_the_run_folder(name, tmp_path):
     script = importlib.import_module(name)
-    start = script.load_policy(script.Args(**TINY_LM))[0].lm.state_dict()
-    metrics = script.main(script.Args(**TINY_LM, run_dir=str(tmp_path / "run")))
+    options = TINY_LM | (REPLAY if name == "ppo_v2" else {})
+    metrics = script.main(script.Args(**options, run_dir=str(tmp_path / "run")))
+    folder = tmp_path / "run"
     assert all(math.isfinite(value) for value in metrics.values())
-    run = tmp_path / "run"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["global_step"] for row in rows] == [0, 8, 16, 24] and all("time" in row for row in rows)
     assert [i for i, row in enumerate(rows) if "eval/score" in row] == [0, 2, 3]
-    assert rows[1]["losses/first_ratio_error"] < 1e-5 and rows[1]["rollout/logprob_mismatch"] < 1e-5
-    assert json.loads((run / "args.json").read_text())["batch_size"] == 8
-    assert json.loads((run / "summary.json").read_text())["eval/score"] == rows[-1]["eval/score"]
-    assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    final = AutoModelForCausalLM.from_pretrained(run / "final_model").state_dict()
-    assert any(not torch.equal(final[key], start[key]) for key in start)
-    assert AutoTokenizer.from_pretrained(run / "final_model")("12=").input_ids
+    assert all(row["rollout/logprob_mismatch"] < 1e-5 and row["losses/grad_norm"] > 0 for row in rows[1:])
+    config = json.loads((folder / "args.json").read_text())
+    assert config["batch_size"] == 8 and config["torch"] == torch.__version__ and config["argv"]
+    assert json.loads((folder / "summary.json").read_text())["eval/score"] == rows[-1]["eval/score"]
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG" and (folder / "curves.png").stat().st_size > 20_000
+    run(script, tmp_path / "other", num_iterations=1)
+    assert not same(weights(folder), weights(tmp_path / "other"))
+    assert AutoModelForCausalLM.from_pretrained(folder / "final_model").config.hidden_size == 64
+    assert AutoTokenizer.from_pretrained(folder / "final_model")("12=").input_ids
 
 
-@pytest.mark.parametrize("name", LM_SCRIPTS)
-def test_command_line(name, run_script):
-    """Dashes and underscores both work; the progress line shows what a person watches."""
-    flags = (
-        "--num_iterations 2 --batch-size 8 --num-minibatches 2 --hidden-size 16 --num-layers 1 --sft-steps 1".split()
-    )
-    done = run_script(f"{name}.py", *flags, "--eval-size", 4, "--run-dir", "out")
+@pytest.mark.parametrize("name, last", [("ppo", ""), ("ppo_v2", r" BUF:\d+ EFF:\d\.\dx")])
+def test_command_line_prints_plain_status_lines(name, last, run_script):
+    """Dashes and underscores both work."""
+    words = flags(**REPLAY if name == "ppo_v2" else {}, run_dir="out")
+    words[words.index("--num-iterations")] = "--num_iterations"
+    done = run_script(f"{name}.py", *words)
     assert done.returncode == 0, done.stderr
-    assert "PL:" in done.stdout and "VL:" in done.stdout and "R:" in done.stdout and "eval/score" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(lines) == 3 and "eval/score" in done.stdout.splitlines()[-1]
+    for line in lines:
+        assert re.fullmatch(r"\[\d/3\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d" + last, line), line
 
 
-@pytest.mark.parametrize("name", LM_SCRIPTS)
+def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
+    """The real launcher; 5 rows drawn, so that ranks and micro-batches have uneven shares."""
+    options = REPLAY | dict(num_iterations=2, replay_sample_size=5, gradient_accumulation_steps=2, learning_rate=1e-4)
+    run(ppo_v2, tmp_path / "one", **options)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", ROOT / "ppo_v2.py"]
+    words += [*flags(**options, run_dir=tmp_path / "two"), "--fsdp"]
+    environment = os.environ | dict(OMP_NUM_THREADS="1")
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[2/2] PL:") == 1, "one voice"
+    assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+
+
+@every_script
 def test_help_explains_every_option(name, capsys, monkeypatch):
     script = importlib.import_module(name)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as stop:
-        script.parse_args(script.Args)
-    out = capsys.readouterr().out
+        tyro.cli(script.Args, args=["--help"], description=script.__doc__)
     assert stop.value.code == 0
-    for each in fields(script.Args):
-        assert (f"--{each.name.replace('_', '-')}" in out) == each.init
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    source = (ROOT / f"{name}.py").read_text()
+    for field in fields(script.Args):
+        text = re.search(rf"^    {field.name}: .*?  # (.{{9,}})$", source, re.M).group(1)
+        assert f"--{field.name.replace('_', '-')}" in shown and text in shown, field.name
 
 
-@pytest.mark.parametrize("name", LM_SCRIPTS)
-def test_tracking_changes_no_number(name, tmp_path):
+@every_script
+@pytest.mark.parametrize(
+    "flag, value",
+    [("--temperature", "0"), ("--learning-rate", "nan"), ("--gae-lambda", "1.5"), ("--kl-coef", "-0.1"),
+     ("--num-minibatches", "3"), ("--max-digits", "2"), ("--task", "sotr"), ("--task", "jsonl:/no/such/file"),
+     ("--learning-rate", "fast"), ("--no-such-flag", "1"), ("--batch-size", "0")],
+)  # fmt: skip
+def test_a_bad_value_exits_with_2_and_writes_nothing(name, flag, value, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        tyro.cli(importlib.import_module(name).Args, args=[flag, value])
+    assert stop.value.code == 2 and not list(tmp_path.iterdir())
+    shown = capsys.readouterr().err.replace("_", "-")
+    assert flag in shown
+
+
+@every_script
+def test_a_folder_that_holds_a_run_is_refused(name, tmp_path):
     script = importlib.import_module(name)
-    for track in (False, True):
-        script.main(script.Args(**TINY_LM | dict(num_iterations=1, track=track), run_dir=str(tmp_path / str(track))))
-    assert metrics_without_times(tmp_path / "True") == metrics_without_times(tmp_path / "False")
-    assert list((tmp_path / "True" / "wandb").glob("offline-run-*"))
+    run(script, tmp_path / "run", num_iterations=1)
+    rows = metrics_without_times(tmp_path / "run")
+    with pytest.raises(FileExistsError, match="run"):
+        run(script, tmp_path / "run", num_iterations=1, seed=2)
+    assert metrics_without_times(tmp_path / "run") == rows

@@ -1,114 +1,179 @@
-"""Tasks, held-out prompts and scorers."""
+"""Tasks, held-out prompts, and where scores come from."""
 
 import json
-import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+import transformers
+from conftest import run
 
 import ppo
+import ppo_v1
+
+TOKENIZER = ppo.make_tiny_tokenizer()
 
 
-def always(prompts):
-    """Every prompt is short."""
-    return [len(prompt) for prompt in prompts]
+def test_sort_asks_for_sorted_lists_and_holds_the_same_prompts_out_for_every_seed():
+    train, held_out, verifier = ppo.make_task(ppo.Args(min_digits=2, max_digits=4), TOKENIZER)
+    assert {len(answer) for _, answer in train} == {2, 3, 4}
+    assert all(prompt == question + "=" and sorted(question) == list(answer)
+               for prompt, answer in train for question in [prompt[:-1]])  # fmt: skip
+    assert len(held_out) > 200 and not {prompt for prompt, _ in train} & {prompt for prompt, _ in held_out}
+    assert ppo.make_task(ppo.Args(min_digits=2, max_digits=4, seed=7), TOKENIZER)[1] == held_out
+    assert verifier(["21="] * 3, ["12", "21", "012"], ["12"] * 3) == [1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["sort", "add"])
-def test_generated_tasks(name):
-    task = ppo.make_task(ppo.Args(task=name), always)
-    drawn = [task.train(i) for i in range(500)]
-    assert drawn == [task.train(i) for i in range(500)], "a position of the stream names a prompt"
-    other = ppo.make_task(ppo.Args(task=name, seed=2), always)
-    assert drawn != [other.train(i) for i in range(500)]
-    for prompt, answer in drawn + task.evaluation:
-        question = prompt.removesuffix("=")
-        expected = "".join(sorted(question)) if name == "sort" else str(sum(map(int, question.split("+"))))
-        assert answer == expected
-    assert not {p for p, _ in drawn} & {p for p, _ in task.evaluation}
-    assert task.evaluation == other.evaluation
+def test_the_warm_start_teaches_the_form_and_not_the_order():
+    """After it answers are permutations of the question's digits, and most are not sorted."""
+    torch.manual_seed(0)
+    args = ppo.Args(min_digits=2, max_digits=2, sft_steps=60)
+    lm, tokenizer, eos_ids = ppo.load_lm(args)
+    train, held_out, _ = ppo.make_task(args, tokenizer)
+    texts, real = [], tokenizer.__class__.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer.__class__, "__call__", lambda self, x, **k: texts.extend(x) or real(self, x, **k))
+        ppo.warm_start(lm, train, tokenizer, args)
+    halves = [text.removesuffix("<eos>").split("=") for text in texts]
+    assert len(halves) == 60 * 64 and all(sorted(question) == sorted(answer) for question, answer in halves)
+    different = [answer == "".join(sorted(answer)) for _, answer in halves if len(set(answer)) == 2]
+    assert sum(different) / len(different) == pytest.approx(0.5, abs=0.05)
+    policy = ppo.PolicyWithValue(lm, eos_ids, 1.0)
+    rows = ppo.rollout(policy, held_out, tokenizer, ppo.exact_match, args)
+    assert rows["ended"].mean() > 0.9 and rows["response_mask"].sum(1).float().mean() == pytest.approx(3, abs=0.3)
 
 
-def test_sort_lengths_and_scramble():
-    task = ppo.make_task(ppo.Args(min_digits=2, max_digits=5), always)
-    assert {len(task.train(i)[1]) for i in range(300)} == {2, 3, 4, 5}
-    scrambled = {task.scramble(random.Random(i), "123") for i in range(200)}
-    assert scrambled == {"123", "132", "213", "231", "312", "321"}, "right in form, right by chance only"
-
-
-def write(tmp_path, *rows):
-    path = tmp_path / "data.jsonl"
+def write(folder, *rows):
+    path = folder / "data.jsonl"
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return path
+    return str(path)
 
 
 def test_jsonl_columns_and_split(tmp_path):
-    rows = [{"prompt": f"p{i}", "answer": i} for i in range(10)]
+    rows = [{"prompt": f"p{i}", "answer": i} for i in range(10)] + ["", "   "]
     rows += [{"question": f"q{i}", "answer": f"so #### {i}"} for i in range(10)]
     rows += [{"problem": f"r{i}", "solution": f"2 gives \\boxed{{2}}, so \\boxed{{{i}}}."} for i in range(10)] + [""]
-    task = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), always)
-    held_out = {p for p, _ in task.evaluation}
-    assert len(held_out) == 3
-    passes = [[task.train(27 * k + i) for i in range(27)] for k in range(2)]
-    for one in passes:
-        assert {p for p, _ in one} | held_out == {f"{c}{i}" for c in "pqr" for i in range(10)}
-        assert all(answer == prompt[1:] for prompt, answer in one)
-    assert passes[0] != passes[1], "each pass has its own order"
+    train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), TOKENIZER)
+    assert len(held_out) == 3 and len(train) == 27
+    assert {prompt for prompt, _ in train + held_out} == {f"{c}{i}" for c in "pqr" for i in range(10)}
+    assert all(answer == prompt[1:] for prompt, answer in train + held_out)
 
 
-def test_jsonl_with_fractions_and_strange_line_ends(tmp_path):
+def test_every_prompt_comes_once_per_pass_in_a_new_order(tmp_path, monkeypatch):
+    path = write(tmp_path, *[{"prompt": f"p{i}", "answer": i} for i in range(10)])
+    seen, real = [], ppo.rollout
+    monkeypatch.setattr(
+        ppo, "rollout", lambda p, x, *rest: seen.append([prompt for prompt, _ in x]) or real(p, x, *rest)
+    )
+    options = dict(batch_size=9, num_minibatches=1, num_iterations=2, eval_every=9)
+    run(ppo, tmp_path / "run", task=f"jsonl:{path}", **options)
+    start, first, second, end = seen
+    assert sorted(first) == sorted(second) == sorted({f"p{i}" for i in range(10)} - set(start)) and first != second
+
+
+@pytest.mark.parametrize(
+    "bad", ['{"prompt": "b"', '{"prompt": "b", "reply": 1}', '{"prompt": 7, "answer": 1}', "[1, 2]", "7", "\udcff"]
+)
+def test_jsonl_errors_name_the_line(bad, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n\n' + bad, errors="surrogateescape")
+    with pytest.raises(SystemExit, match=r"data.jsonl: line 3 must be JSON with a prompt and an answer$"):
+        run(ppo, tmp_path / "run", task=f"jsonl:{path}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_jsonl_lines_end_where_json_says(tmp_path):
+    """A line separator inside a string, carriage returns between lines."""
     row = {"problem": "half of one?\u2028", "solution": "so \\boxed{\\frac{1}{2}}."}
     path = tmp_path / "data.jsonl"
     path.write_text("\r\n".join([json.dumps(row, ensure_ascii=False)] * 3), encoding="utf-8", newline="")
     assert ppo.read_jsonl(str(path)) == [(row["problem"], "\\frac{1}{2}")] * 3
-    answers = ["\\boxed{\\frac{1}{2}}", "\\boxed{\\frac{1}{3}}", "\\frac{1}{2}"]
-    assert ppo.verify([""] * 3, answers, ["\\frac{1}{2}"] * 3) == [1.0, 0.0, 1.0]
 
 
-def test_long_prompts_are_left_out(tmp_path, capsys):
+def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
     path = write(tmp_path, *[{"prompt": "x" * n, "answer": 1} for n in (1, 2, 3, 900)])
-    task = ppo.make_task(ppo.Args(task=f"jsonl:{path}"), always)
-    assert "1 of 4 prompts" in capsys.readouterr().out
-    assert {len(p) for p, _ in task.evaluation} | {len(task.train(i)[0]) for i in range(2)} == {1, 2, 3}
+    train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{path}"), TOKENIZER)
+    assert "1 prompts are longer" in capsys.readouterr().out and len(train + held_out) == 3
+    with pytest.raises(SystemExit, match=path):
+        ppo.make_task(ppo.Args(task=f"jsonl:{path}", max_prompt_length=1), TOKENIZER)
 
 
-def test_reward_function_replaces_the_verifier(tmp_path):
-    path = tmp_path / "mine.py"
-    body = "return [len(r) + float(a) for r, a in zip(responses, answers)]"
-    path.write_text(f"def count(prompts, responses, answers):\n    {body}\n")
-    args = ppo.Args(reward_fn=f"{path}:count", missing_eos_penalty=0.5)
-    scorer = ppo.make_scorer(args, ppo.make_task(args, always), "cpu")
-    scores = ppo.score_responses(scorer, args, ("a", "b"), ["xx", ""], ("3", "4"), [True, False])
-    assert scores.tolist() == [5.0, 3.5]
+@pytest.mark.parametrize(
+    "response, answer, score",
+    [
+        ("72", "72", 1), ("The answer is 72.", "72", 1), ("so 1,072", "1072", 1), ("72 apples, 3 pears", "72", 0),
+        (r"\boxed{x+1}", "x+1", 1), ("#### -4", "-4", 1), ("Paris", "Paris", 1), ("paris is it", "Paris", 0),
+        ("", "5", 0), ("0.50", ".5", 1), (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+    ],
+)  # fmt: skip
+def test_verify(response, answer, score):
+    assert ppo.verify([""], [response], [answer]) == [score]
 
 
-def test_a_verifier_point_needs_an_ending():
-    args = ppo.Args()
-    scorer = ppo.make_scorer(args, ppo.make_task(args, always), "cpu")
-    scores = ppo.score_responses(scorer, args, ("21=", "21="), ["12", "12"], ("12", "12"), [True, False])
-    assert scores.tolist() == [1, 0]
-
-
-def test_reward_model_scores_text(tmp_path):
-    """The pooled position is the last of the text even where the text holds the pad token; padding cannot shift it."""
-    tokenizer = ppo.make_tiny_tokenizer()
+def scores_of(scorer=None, **options):
+    """Scores of sampled answers of the untrained tiny model, of which some end in time and some do not."""
+    args = ppo.Args(**options, max_response_length=30)
     torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_labels=1)
-    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)).eval()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    args = ppo.Args(reward_model_name=str(tmp_path))
-    scorer = ppo.make_scorer(args, ppo.make_task(args, always), "cpu")
+    lm, tokenizer, eos_ids = ppo.load_lm(args)
+    policy = ppo.PolicyWithValue(lm, eos_ids, 1.0)
+    rows = ppo.rollout(policy, [("21=", "12")] * 64, tokenizer, scorer, args, torch.rand(64, 30))
+    assert 0 < rows["ended"].mean() < 1
+    return rows["scores"], rows["ended"]
+
+
+def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty():
+    right = lambda prompts, responses, answers: [1.0] * len(prompts)  # noqa: E731
+    scores, ended = scores_of(right, missing_eos_penalty=0.25)
+    assert torch.equal(scores, ended - 0.25 * (1 - ended))
+    scores, ended = scores_of(right, missing_eos_penalty=0.25, reward_fn="mine.py:right")  # decides for itself
+    assert torch.equal(scores, 1 - 0.25 * (1 - ended))
+
+
+def test_a_reward_function_sees_prompts_texts_without_eos_and_answers():
+    seen = []
+    scores_of(lambda *columns: seen.append(columns) or [0.0] * 64)
+    prompts, responses, answers = seen[0]
+    assert prompts == ["21="] * 64 and answers == ["12"] * 64 and len(set(responses)) > 32
+    assert all(isinstance(text, str) and "<" + "eos>" not in text for text in responses)
+
+
+@pytest.mark.parametrize("body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"])
+def test_a_reward_function_that_gives_no_numbers_ends_with_a_sentence(body, tmp_path):
+    (tmp_path / "reward.py").write_text(f"def mine(prompts, responses, answers):\n    return {body}\n")
+    with pytest.raises(SystemExit, match=r"^the reward must be a number for each of 8 answers, not "):
+        run(ppo_v1, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
+
+
+def reward_model(folder, num_labels):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    config = transformers.LlamaConfig(vocab_size=98, pad_token_id=0, num_labels=num_labels, **sizes)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    for part in (model, TOKENIZER):
+        part.save_pretrained(folder)
+    return model
+
+
+def test_a_reward_model_scores_prompt_and_response(tmp_path):
+    """Against its own trunk and head, read at the last token of each text."""
+    model = reward_model(tmp_path / "judge", num_labels=1)
+    scorer = ppo.make_scorer(ppo.Args(reward_model_name=str(tmp_path / "judge")), None, "cpu")
     scores = scorer(["ab", "a"], ["c", "longer text"], ["", ""])
-    ids = [tokenizer(text, return_tensors="pt").input_ids for text in ("abc", "alonger text")]
-    hidden = [model.model(row).last_hidden_state[0, -1] for row in ids]
-    assert scores == pytest.approx([model.score(h).item() for h in hidden], abs=1e-6) and scores[0] != scores[1]
+    ids = [TOKENIZER(text, return_tensors="pt").input_ids for text in ("abc", "alonger text")]
+    expected = [model.score(model.model(row).last_hidden_state[0, -1]).item() for row in ids]
+    assert scores == pytest.approx(expected, abs=1e-6) and scores[0] != scores[1]
+    run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=str(tmp_path / "judge"), num_iterations=1)
 
 
-def test_chat_template_wraps_the_prompt():
+def test_a_reward_model_with_two_labels_is_refused(tmp_path):
+    reward_model(tmp_path / "judge", num_labels=2)
+    with pytest.raises(SystemExit, match=r"--reward-model-name .*: it has more than one label"):
+        run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=str(tmp_path / "judge"))
+
+
+def test_a_chat_template_wraps_the_prompt():
     tokenizer = ppo.make_tiny_tokenizer()
     turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     tokenizer.chat_template = turns + "{% if add_generation_prompt %}<me>{% endif %}"
-    assert tokenizer.decode(ppo.encode_prompts(tokenizer, ["hi"], True)[0]) == "<user>hi</><me>"
-    assert tokenizer.decode(ppo.encode_prompts(tokenizer, ["hi"], False)[0]) == "hi"
+    for chat, text in ((True, "<user>hi</><me>"), (False, "hi")):
+        assert tokenizer.decode(ppo.encode(tokenizer, ["hi"], chat).input_ids[0]) == text

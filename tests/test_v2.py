@@ -2,510 +2,365 @@
 
 import math
 import re
-import signal
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY_LM, metrics_without_times
-from test_equivalence import assert_same_run, weights
-from test_v1 import die_while_saving, fails, fork, launch
+from conftest import metrics_without_times, run, same, weights
+from test_v1 import faulty_reward
 from torch import tensor
 
-import ppo_v1
 import ppo_v2
 
 REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8, num_iterations=5)
+PER = [0.2077657, 0.3149140, 0.4773203]  # (1, 2, 4) ** 0.6, normalised
 
 
-def run(folder, script=ppo_v2, **options):
-    return script.main(script.Args(**TINY_LM | options, run_dir=str(folder)))
-
-
-def filled(births, reuses, priorities=None, alpha=0.6, **kwargs):
+def filled(births, reuses, priorities=None, **options):
     """A buffer with these samples, one token each."""
-    settings = dict(priority_alpha=alpha, priority_age_tau=None, use_priority_sampling=priorities is not None) | kwargs
-    buffer = ppo_v2.ReplayBuffer(**settings)
+    options = dict(priority_alpha=0.6, priority_age_tau=None, replay_advantages="all") | options
+    buffer = ppo_v2.ReplayBuffer(ppo_v2.Args(use_replay_buffer=True, **options))
     for i, birth in enumerate(births):
         one = torch.ones(1, 1)
-        advantage = one * (1.0 if priorities is None else priorities[i] - 1e-6)
-        batch = dict(prompt_ids=one.long(), response_ids=one.long(), logprobs=-one, ref_logprobs=-one, values=one)
-        buffer.add(batch | dict(advantages=advantage, scores=tensor([float(i)])), one, one.long(), birth)
-    buffer.reuses[:] = reuses
+        names = ("logprobs", "ref_logprobs", "values", "prompt_ids", "prompt_mask", "response_ids", "response_mask")
+        rows = dict.fromkeys(names, one) | dict(scores=tensor([float(i)]))
+        buffer.add(rows | dict(advantages=one * (priorities[i] - 1e-6 if priorities else 1.0)), birth)
+        buffer.samples[-1]["reuse"] = reuses[i]
     return buffer
 
 
-# --- numbers ---
+def frequencies(buffer, size, iteration=2, draws=4000):
+    """How often each sample is drawn."""
+    torch.manual_seed(0)
+    with mock.patch.object(ppo_v2, "draw_weights", lambda odds, *rest: odds):  # not asked for here, and not free
+        for _ in range(draws):
+            drawn, _ = buffer.draw(size, iteration, 10**9, 0.0)
+            assert len({id(sample) for sample in drawn}) == size, "without replacement"
+    return [sample["reuse"] / draws for sample in buffer.samples]
+
+
+# --- which are drawn ---
 def test_priorities_by_hand():
-    buffer = filled([1, 1, 1], [0, 0, 0], priorities=[1, 2, 4])
-    assert buffer.priorities / buffer.priorities.sum() == pytest.approx([0.2077657, 0.3149140, 0.4773203], abs=1e-6)
-    uids, drawn = buffer.draw(3, 2, 4, beta=0.4, rng=np.random.default_rng(0))
-    assert drawn[np.argsort(uids)] == pytest.approx([1, 0.8467453, 0.7169776], abs=1e-6)
+    odds = [sample["priority"] for sample in filled([1, 1, 1], [0, 0, 0], [1, 2, 4]).samples]
+    assert [x / sum(odds) for x in odds] == pytest.approx(PER, abs=1e-6)
 
 
-def test_draws_follow_the_priorities():
-    counts, rng = np.zeros(3), np.random.default_rng(0)
-    buffer = filled([1, 1, 1], [0, 0, 0], priorities=[1, 2, 4])
-    for _ in range(4000):
-        uids, _ = buffer.draw(1, 2, 10**9, beta=0.4, rng=rng)
-        counts[uids[0]] += 1
-    assert counts / 4000 == pytest.approx([0.2077657, 0.3149140, 0.4773203], abs=0.025)
+def test_priorities_are_mean_gains_or_mean_sizes():
+    advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1.0, 1, 1], [1, 1, 0]])
+    for kind, expected in (("positive", [1 + 1e-6, 1e-6]), ("all", [7 / 3 + 1e-6, 3 + 1e-6])):
+        buffer = filled([], [], priority_alpha=1.0, replay_advantages=kind)
+        assert buffer.priorities(advantages, mask) == pytest.approx(expected, rel=1e-6)
 
 
-def test_draws_of_two_are_one_after_the_other_without_replacement():
-    p, counts, rng = [0.2077657, 0.3149140, 0.4773203], np.zeros(3), np.random.default_rng(0)
-    buffer = filled([1, 1, 1], [0, 0, 0], priorities=[1, 2, 4])
-    for _ in range(4000):
-        uids, _ = buffer.draw(2, 2, 10**9, beta=0.4, rng=rng)
-        counts[uids] += 1
-    second = [sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i) for i in range(3)]
-    assert counts / 4000 == pytest.approx([a + b for a, b in zip(p, second, strict=True)], abs=0.025)
+def test_draws_follow_the_priorities_one_after_the_other_without_replacement():
+    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4]), 1) == pytest.approx(PER, abs=0.025)
+    second = [sum(PER[j] * PER[i] / (1 - PER[j]) for j in range(3) if j != i) for i in range(3)]
+    expected = [a + b for a, b in zip(PER, second, strict=True)]
+    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4]), 2) == pytest.approx(expected, abs=0.025)
 
 
-def test_uniform_draws_are_distinct_and_weigh_one():
-    buffer = filled([1] * 6, [0] * 6)
-    uids, drawn = buffer.draw(4, 2, 4, beta=0.4, rng=np.random.default_rng(0))
-    assert len(set(uids)) == 4 and drawn.tolist() == [1] * 4
-    assert buffer.reuses.sum() == 4 and buffer.reuses.max() == 1
-
-
-def test_age_decay():
-    buffer = filled([0, 10], [0, 0], priority_age_tau=10.0)
-    rng = np.random.default_rng(0)
-    young = sum(buffer.draw(1, 10, 10**9, 0.0, rng)[0][0] for _ in range(4000)) / 4000
+def test_the_odds_of_a_rollout_fall_with_its_age():
+    young = frequencies(filled([0, 10], [0, 0], priority_age_tau=10.0), 1, iteration=10)[1]
     assert young == pytest.approx(1 / (1 + math.exp(-1)), abs=0.025)
 
 
-def test_age_decay_survives_odds_too_small_for_a_float():
-    buffer = filled([0, 0, 100], [0, 0, 0], priorities=[1, 2, 4], priority_age_tau=0.01)
-    uids, drawn = buffer.draw(3, 100, 4, beta=0.4, rng=np.random.default_rng(0))
-    assert sorted(uids) == [0, 1, 2] and np.isfinite(drawn).all()
+def test_uniform_draws_weigh_one():
+    buffer = filled([1] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], use_priority_sampling=False)
+    for size in (1, 4, 6):
+        assert buffer.draw(size, 2, 4, beta=1.0)[1].tolist() == pytest.approx([1] * size)
+    assert frequencies(buffer, 1, draws=6000) == pytest.approx([1 / 6] * 6, abs=0.025)
 
 
+def test_few_of_many_draws_have_the_weights_of_per():
+    odds = tensor([1.0, 2, 4], dtype=torch.float64).repeat(10_000) ** 0.6
+    found = ppo_v2.draw_weights(odds, 1, beta=0.4)[:3]
+    assert found.tolist() == pytest.approx([1, 0.8467453, 0.7169776], abs=1e-4)
+
+
+def test_weights_undo_draws_without_replacement():
+    """32 of 64 at odds 10:1. The four likely ones hold 4/64 of the buffer; (N P)^-1 would make of it .014."""
+    torch.manual_seed(0)
+    odds = tensor([10.0] * 4 + [1.0] * 60, dtype=torch.float64)
+    draws = torch.stack([odds.multinomial(32) for _ in range(4000)])  # (4000,32)
+    chances = torch.bincount(draws.flatten(), minlength=64) / 4000
+    found = ppo_v2.draw_weights(odds, 32, beta=1.0)
+    expected = chances[4:].mean() / chances[:4].mean()  # the unlikely ones weigh 1
+    assert (found[:4] / found[4:].max()).tolist() == pytest.approx([expected.item()] * 4, rel=0.02)
+    shares = (found[draws] * (draws < 4)).sum(1) / found[draws].sum(1)
+    assert shares.mean().item() == pytest.approx(4 / 64, rel=0.03)
+
+
+# --- how long they stay ---
 @pytest.mark.parametrize("iteration, there", [(6, True), (7, True), (8, False)])
 def test_age_threshold(iteration, there):
-    buffer = filled([5], [0])
-    buffer.evict(iteration, max_age=2, max_reuse=4, capacity=10)
-    assert (len(buffer) == 1) == there == (len(buffer.samples) == 1)
+    buffer = filled([5], [0], staleness_threshold=2)
+    buffer.evict(iteration, 10)
+    assert (len(buffer.samples) == 1) == there
 
 
-def test_eviction_by_reuse_and_overflow():
-    buffer = filled([1, 2, 3, 4, 5], [4, 3, 0, 0, 0])
-    buffer.evict(6, max_age=100, max_reuse=4, capacity=3)
-    assert buffer.uids.tolist() == [2, 3, 4] == list(buffer.samples), "drawn often enough goes, then the oldest"
+def test_what_was_drawn_often_goes_then_the_oldest():
+    buffer = filled([1, 2, 3, 4, 5], [4, 3, 0, 0, 0], max_replay_reuse=4)
+    buffer.evict(6, capacity=3)
+    assert [sample["birth"] for sample in buffer.samples] == [3, 4, 5]
+
+
+def test_above_a_lower_limit_a_rollout_pauses():
+    buffer = filled([1, 1], [3, 1], max_replay_reuse=6)
+    drawn, _ = buffer.draw(2, 2, max_reuse=2, beta=0.4)
+    buffer.evict(2, 9)
+    assert [sample["score"] for sample in drawn] == [1.0] and len(buffer.samples) == 2
 
 
 def test_buffer_stats_by_hand():
-    stats = filled([5, 7, 9], [4, 2, 0]).buffer_stats(10)
     expected = dict(buffer_size=3, avg_reuse_count=2, max_reuse_count=4, avg_age=3, oldest_sample=5)
-    assert stats == expected
+    assert filled([5, 7, 9], [4, 2, 0]).buffer_stats(10) == expected
 
 
+def test_a_thousand_answers_of_256_tokens_take_megabytes():
+    ones = torch.ones(1000, 256)
+    names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask")
+    rows = dict.fromkeys(names, ones.long()) | dict(scores=torch.zeros(1000))
+    buffer = filled([], [])
+    buffer.add(rows | dict.fromkeys(("logprobs", "ref_logprobs", "values", "advantages"), ones), 1)
+    tensors = [x for sample in buffer.samples for x in sample.values() if torch.is_tensor(x)]
+    assert sum(x.untyped_storage().nbytes() for x in tensors) < 10e6, "a view would hold the padded batch"
+
+
+# --- what they count for ---
 def test_effective_sample_size_by_hand():
     assert ppo_v2.effective_sample_size(tensor([4.0, 1, 1, 1])).item() == pytest.approx(0.6447368, abs=1e-6)
 
 
-def test_gains_by_hand():
-    """Valid: 2, -1 drawn and 1, -2 fresh. Mean 0, variance (4 + 1 + 1 + 4) / 4 = 2.5; 2 / sqrt(2.5) = 1.2649111."""
-    drawn, fresh = tensor([[2.0, -1.0, 99.0]]), tensor([[1.0], [-2.0], [55.0]])
-    found = ppo_v2.gains(drawn, tensor([[1.0, 1, 0]]), fresh, tensor([[1], [1], [0]]))
-    assert found.tolist()[0] == pytest.approx([1.2649111, 0, 0], abs=1e-6)
-
-
-def test_priorities_by_the_positive_part():
-    advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1.0, 1, 1], [1, 1, 0]])
-    buffers = [ppo_v2.ReplayBuffer(1.0, None, True, positive) for positive in (True, False)]
-    both = [buffer.to_priorities(advantages, mask) for buffer in buffers]
-    assert both[0] == pytest.approx([1 + 1e-6, 1e-6], rel=1e-9) and both[1] == pytest.approx([7 / 3, 3], abs=1e-5)
-
-
-def surrogate(correction):
-    new = tensor([[math.log(0.55)]], requires_grad=True)
-    prox, mu, one = tensor([[math.log(0.5)]]), tensor([[math.log(0.25)]]), torch.ones(1, 1)
-    anchor, is_weights = ppo_v2.behaviour_correction(prox, mu, one, correction, cap=2.0)
-    loss, _, _ = ppo_v2.policy_loss(new, anchor, one, one, is_weights, 1, 0.2, 0.2, math.inf)
-    loss.backward()
-    return loss.item(), new.grad.item()
-
-
-def test_corrections_by_hand():
-    assert surrogate("decoupled") == pytest.approx((-2.2, -2.2), abs=1e-6)
-    assert surrogate("behaviour") == pytest.approx((-1.2, 0.0), abs=1e-6)  # the clip was spent before the update began
-    assert surrogate("none") == pytest.approx((-1.1, -1.1), abs=1e-6)
-
-
-def test_correction_is_capped_and_masked():
-    prox, mu = tensor([[-0.1, -1.0, 0.0]]), tensor([[-3.0, -0.5, -500.0]])
-    _, is_weights = ppo_v2.behaviour_correction(prox, mu, tensor([[1.0, 1, 0]]), "decoupled", cap=2.0)
-    assert is_weights.tolist()[0] == pytest.approx([2.0, math.exp(-0.5), 1.0])
-
-
 @pytest.mark.parametrize(
-    "batch, sample, reuse, eff", [(16, 32, 4, 3.0), (64, 32, 4, 1.5), (4, 32, 4, 5.0), (32, 64, 8, 3.0)]
+    "correction, loss, gradient",
+    [("decoupled", -2.2, -2.2), ("behaviour", -1.2, 0.0), ("none", -1.1, -1.1)],  # behaviour: its clip is spent
 )
-def test_forecast(batch, sample, reuse, eff):
+def test_corrections_by_hand(correction, loss, gradient):
+    """mu .25, pi_prox .5, pi_theta .55, A 1, cap 2."""
+    new = tensor([[math.log(0.55)]], requires_grad=True)
+    prox, mu = tensor([[math.log(0.5)]]), tensor([[math.log(0.25)]])
+    anchor, stale_weights = ppo_v2.behaviour_correction(prox, mu, correction, cap=2.0)
+    found = (ppo_v2.policy_loss(new, anchor, torch.ones(1, 1), 0.2, 0.2)[0] * stale_weights).sum()
+    found.backward()
+    assert (found.item(), new.grad.item()) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+def test_decoupled_weights_are_capped():
+    _, found = ppo_v2.behaviour_correction(tensor([[-0.1, -1.0]]), tensor([[-3.0, -0.5]]), "decoupled", cap=2.0)
+    assert found.tolist()[0] == pytest.approx([2.0, math.exp(-0.5)])
+
+
+@pytest.mark.parametrize("batch, sample, reuse, eff", [(16, 32, 4, 3.0), (64, 32, 4, 1.5), (4, 32, 4, 5.0)])
+def test_forecast_of_the_efficiency(batch, sample, reuse, eff):
     assert ppo_v2.forecast_efficiency(batch, sample, reuse)[0] == eff
 
 
-def test_memory_of_a_thousand_answers():
-    buffer = ppo_v2.ReplayBuffer(0.6, None, False)
-    mask = torch.ones(1000, 256)
-    batch = dict(prompt_ids=torch.ones(1000, 256, dtype=int), response_ids=mask.long(), scores=torch.zeros(1000))
-    batch |= dict.fromkeys(("logprobs", "ref_logprobs", "values", "advantages"), mask)
-    buffer.add(batch, mask, torch.ones(1000, 256, dtype=int), 1)
-    held = sum(t.untyped_storage().nbytes() for sample in buffer.samples.values() for t in sample.values())
-    assert 5e6 < held < 10e6, "a view of the padded batch would hold all of it"
-
-
-# --- off is the parent ---
-def test_without_replay_it_is_v1(tmp_path, monkeypatch):
-    def poisoned(self, *args, **kwargs):
-        raise AssertionError("the buffer must not be touched")
-
-    for name in ("add", "draw", "evict", "refresh"):
-        monkeypatch.setattr(ppo_v2.ReplayBuffer, name, poisoned)
-    run(tmp_path / "v1", ppo_v1, exp_name="same", save_every=1)
-    run(tmp_path / "v2", exp_name="same", save_every=1)
-    assert_same_run(tmp_path / "v1", tmp_path / "v2")
-    a, b = (ppo_v1.load_checkpoint(tmp_path / v / "checkpoints" / "checkpoint_00000002.pt") for v in ("v1", "v2"))
-    assert a.keys() == b.keys() and a["counters"] == b["counters"] and a["controls"] == b["controls"]
-    assert all(torch.equal(a["policy"][key], b["policy"][key]) for key in a["policy"])
-
-
-def test_before_the_first_draw_it_is_v1(tmp_path):
-    """Storing alone changes nothing: same numbers until the minimum size is reached."""
-    run(tmp_path / "v1", ppo_v1, num_iterations=4)
-    run(tmp_path / "v2", **REPLAY | dict(min_replay_size=24, num_iterations=4))
-    v1, v2 = metrics_without_times(tmp_path / "v1"), metrics_without_times(tmp_path / "v2")
-    same = [all(row[key] == old[key] for key in old) for old, row in zip(v1, v2, strict=True)]
-    assert same == [True, True, True, True, False]
-
-
 # --- through the training step ---
-def spy(monkeypatch, name):
+def spy(monkeypatch, name, owner=ppo_v2):
     """Record arguments and results of a function that main() calls."""
-    calls, real = [], getattr(ppo_v2, name)
+    calls, real = [], getattr(owner, name)
 
     def wrapped(*args, **kwargs):
-        calls.append((args, kwargs, real(*args, **kwargs)))
-        return calls[-1][2]
+        calls.append((args, real(*args, **kwargs)))
+        return calls[-1][1]
 
-    monkeypatch.setattr(ppo_v2, name, wrapped)
+    monkeypatch.setattr(owner, name, wrapped)
     return calls
 
 
-@pytest.mark.parametrize("prioritized", [False, True])
-def test_unchanged_weights_give_ratio_and_weight_one(prioritized, tmp_path, monkeypatch):
-    updates = spy(monkeypatch, "policy_loss")
-    run(tmp_path / "run", **REPLAY, learning_rate=1e-30, use_priority_sampling=prioritized)
-    rows = metrics_without_times(tmp_path / "run")[2:]
-    for row in rows:
-        assert row["replay/is_mean"] == pytest.approx(1, abs=1e-5) and row["replay/ess"] == pytest.approx(1, abs=1e-5)
-        assert row["losses/first_ratio_error"] < 1e-5 and row["replay/kl_behaviour"] < 1e-9
-    for _, _, (_, ratio, _) in updates:
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
+def minibatches(monkeypatch):
+    """-> list that main() fills with the rows of each optimizer step"""
+    seen, real = [], ppo_v2.ppo_loss
+
+    def wrapped(policy, mb, *rest):
+        with torch.no_grad():
+            seen.append(mb | dict(now=policy(mb)[0]))
+        return real(policy, mb, *rest)
+
+    monkeypatch.setattr(ppo_v2, "ppo_loss", wrapped)
+    return seen
 
 
 @pytest.mark.parametrize("correction", ["decoupled", "behaviour", "none"])
-def test_fresh_rows_have_weight_one_and_stale_rows_their_own(correction, tmp_path, monkeypatch):
-    updates = spy(monkeypatch, "policy_loss")
-    run(tmp_path / "run", **REPLAY, learning_rate=1e-3, replay_correction=correction)
-    stale = torch.cat([args[4][4:].flatten() for args, _, _ in updates if len(args[4]) > 4])
-    fresh = torch.cat([args[4][:4].flatten() for args, _, _ in updates])
-    assert (fresh == 1).all() and len(stale) > 100
-    assert ((stale - 1).abs().max() > 1e-3) == (correction == "decoupled") and stale.max() <= 2
-    first = next(args for args, _, _ in updates if len(args[4]) > 4)
-    error = ((first[0] - first[1]) * first[3])[4:].abs().max()
-    assert (error > 1e-4) == (correction == "behaviour"), (
-        "the ratio of a stale row starts at 1 unless it is taken to mu"
-    )
+def test_unchanged_weights_give_ratio_one_and_weight_one(correction, tmp_path, monkeypatch):
+    seen = minibatches(monkeypatch)
+    uniform = dict(use_priority_sampling=False, priority_age_tau=None, priority_beta=1.0)
+    options = REPLAY | uniform | dict(learning_rate=1e-9, correction=correction, replay_advantages="all")
+    metrics = run(ppo_v2, tmp_path / "run", **options)
+    assert sum(mb["replayed"].sum() for mb in seen) == 4 * 2 * 8
+    for mb in seen:
+        valid = mb["response_mask"].bool()
+        assert (mb["now"] - mb["logprobs"])[valid].abs().max() < 2e-5
+        assert all((mb[name][valid] - 1).abs().max() < 2e-5 for name in ("weights", "value_weights"))
+    assert metrics["replay/ess"] == pytest.approx(1, abs=1e-5) and metrics["replay/kl_behaviour"] < 1e-9
+
+
+@pytest.mark.parametrize("correction", ["decoupled", "behaviour", "none"])
+def test_fresh_rows_weigh_exactly_one_and_stale_rows_what_they_should(correction, tmp_path, monkeypatch):
+    """In the first step of an update pi_theta is pi_prox; the drawn sample brings its mu."""
+    seen, ready = minibatches(monkeypatch), spy(monkeypatch, "bring_up_to_date")
+    options = dict(num_minibatches=1, correction=correction, replay_advantages="all", learning_rate=3e-3)
+    run(ppo_v2, tmp_path / "run", **REPLAY, **options)
+    for mb in seen:
+        fresh = ~mb["replayed"]
+        assert (mb["weights"][fresh] == 1).all() and (mb["value_weights"][fresh] == 1).all()
+    for (args, (rows, _)), mb in zip(ready, seen[2::2], strict=True):  # two epochs each; none drawn for the first
+        samples, sample_weights, stale = args[2], args[3], mb["replayed"].nonzero().flatten()
+        assert len(samples) == len(stale) == 8
+        for i, sample in enumerate(samples):
+            n, weight = len(sample["logprobs"]), sample_weights[i]
+            j = next(j for j in stale if torch.equal(mb["response_ids"][j, :n], sample["response_ids"])
+                     and torch.equal(mb["prompt_ids"][j, -len(sample["prompt_ids"]):], sample["prompt_ids"])
+                     and torch.allclose(rows["weights"][i, :n], mb["weights"][j, :n]))  # fmt: skip
+            now, anchor = mb["now"][j, :n], mb["logprobs"][j, :n]
+            ratio = (now - sample["logprobs"]).exp()
+            expected = ratio.clamp(max=2) if correction == "decoupled" else torch.ones(n)
+            torch.testing.assert_close(mb["weights"][j, :n], weight * expected, atol=1e-4, rtol=1e-4)
+            behind = sample["logprobs"] if correction == "behaviour" else now
+            torch.testing.assert_close(anchor, behind, atol=2e-5, rtol=0)
+    assert ready[-1][1][1]["replay/kl_behaviour"] > 1e-3, "mu must be stale for this test to mean something"
+
+
+def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
+    """Tokens, scores and log-probs come back as they went in, through padding and back."""
+    stored, ready = spy(monkeypatch, "add", ppo_v2.ReplayBuffer), spy(monkeypatch, "bring_up_to_date")
+    run(ppo_v2, tmp_path / "run", **REPLAY, correction="behaviour")
+    batches = {args[2]: args[1] for args, _ in stored}  # of each iteration
+    found = 0
+    for (_, _, samples, *_), (rows, _) in ready:
+        for i, sample in enumerate(samples):
+            batch = batches[sample["birth"]]
+            prompt, response = rows["prompt_mask"][i].bool(), rows["response_mask"][i].bool()
+            assert rows["prompt_ids"][i][prompt].tolist() == sample["prompt_ids"].tolist()
+            for j, mask in enumerate(batch["response_mask"].bool()):
+                if torch.equal(batch["logprobs"][j][mask], rows["logprobs"][i][response]):
+                    found += 1
+                    assert torch.equal(batch["response_ids"][j][mask], rows["response_ids"][i][response])
+                    assert torch.equal(batch["prompt_ids"][j][batch["prompt_mask"][j].bool()], sample["prompt_ids"])
+                    assert batch["scores"][j].item() == sample["score"]
+    assert found == 4 * 8
 
 
 def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
-    updates = spy(monkeypatch, "policy_loss")
-    options = REPLAY | dict(num_minibatches=4, update_epochs=1, num_iterations=3)
-    run(tmp_path / "run", **options | dict(new_samples_ratio=0.5, replay_sample_size=ppo_v2.Args.replay_sample_size))
-    assert [len(args[0]) for args, _, _ in updates] == [2] * 4 + [4] * 8
-    for args, _, _ in updates[4:]:
-        assert (args[4][:2] == 1).all()
+    """Ratio .5, batch 8, 4 minibatches: 2 fresh + 2 replayed each."""
+    seen = minibatches(monkeypatch)
+    options = dict(num_minibatches=4, update_epochs=1, num_iterations=3, new_samples_ratio=0.5)
+    run(ppo_v2, tmp_path / "run", **REPLAY | options | dict(replay_sample_size=ppo_v2.Args.replay_sample_size))
+    assert [((~mb["replayed"]).sum().item(), mb["replayed"].sum().item()) for mb in seen] == [(2, 0)] * 4 + [(2, 2)] * 8
 
 
 def test_replay_epochs(tmp_path, monkeypatch):
-    updates = spy(monkeypatch, "policy_loss")
-    run(tmp_path / "run", **REPLAY | dict(update_epochs=3, replay_epochs=1, num_iterations=2))
-    assert [len(args[0]) for args, _, _ in updates] == [4] * 6 + [8, 8] + [4] * 4
+    seen = minibatches(monkeypatch)
+    run(ppo_v2, tmp_path / "run", **REPLAY | dict(update_epochs=3, replay_epochs=1, num_iterations=2))
+    assert [len(mb["replayed"]) for mb in seen] == [4] * 6 + [8, 8] + [4] * 4
 
 
-def test_efficiency_counts_what_entered_an_update(tmp_path):
+def test_efficiency_by_hand(tmp_path):
     """Batch 4, then 0, 2 and 4 drawn: (4 + 6 + 8) / 12 = 1.5. The buffer holds 2 rollouts before iteration 2."""
     options = dict(batch_size=4, num_iterations=3, min_replay_size=2, replay_sample_size=4)
-    options |= dict(replay_start_size=2, replay_grow_iteration=2)
-    run(tmp_path / "run", **REPLAY | options)
+    run(ppo_v2, tmp_path / "run", **REPLAY | options | dict(replay_start_size=2, replay_grow_iteration=2))
     rows = metrics_without_times(tmp_path / "run")[1:]
     assert [row["sample_efficiency"] for row in rows] == pytest.approx([1, 10 / 8, 1.5])
     assert [row["replay_ratio"] for row in rows] == pytest.approx([0, 2 / 8, 6 / 12])
 
 
-def test_efficiency_comes_near_its_forecast(tmp_path, capsys):
-    """Scenario 1 with a batch of 16: 32 drawn per 16 sampled."""
-    options = dict(
-        use_replay_buffer=True, batch_size=16, num_iterations=260, num_minibatches=1, update_epochs=1, eval_every=0
-    )
-    metrics = run(tmp_path / "run", **options, max_response_length=2, sft_steps=0, eval_size=1)
-    assert metrics["sample_efficiency"] == pytest.approx(2.99, abs=0.05)
-    out = capsys.readouterr().out
-    assert "EFF will come near 3.00x (limited by 32 drawn per 16 generated)" in out
-    line = [line for line in out.splitlines() if line.startswith("[260/260]")][0]
-    assert re.fullmatch(r"\[260/260\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d BUF:\d+ EFF:(2\.9|3\.0)x", line), line
+@pytest.mark.parametrize("sample_size, max_reuse", [(8, 4), (64, 2)], ids=["by draws", "by reuse"])
+def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, monkeypatch, capsys):
+    """And no rollout is drawn in its own iteration, beyond the threshold, or once too often."""
+    draws, counts = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer), {}
+    options = dict(batch_size=4, num_iterations=60, num_minibatches=1, update_epochs=1, eval_every=60, eval_size=1)
+    options |= dict(sft_steps=0, max_response_length=2, replay_sample_size=sample_size, max_replay_reuse=max_reuse)
+    metrics = run(ppo_v2, tmp_path / "run", **REPLAY | options | dict(staleness_threshold=20))
+    assert metrics["sample_efficiency"] == pytest.approx(3.0, rel=0.06)
+    assert "EFF will come near 3.00x" in capsys.readouterr().out
+    keep = []  # so that no id is used twice
+    for (_, _, iteration, *_), (samples, _) in draws:
+        for sample in samples:
+            keep.append(sample)
+            counts[id(sample)] = counts.get(id(sample), 0) + 1
+            assert 1 <= iteration - sample["birth"] <= 20, "older rollouts only, and none beyond the threshold"
+    assert max(counts.values()) == max_reuse
+    assert metrics["sample_efficiency"] == (4 * 60 + sum(counts.values())) / (4 * 60)
 
 
-def test_a_rollout_is_drawn_at_most_max_reuse_times(tmp_path, monkeypatch):
-    drawn = []
-    real = ppo_v2.ReplayBuffer.draw
-
-    def draw(self, *args):
-        uids, draw_weights = real(self, *args)
-        births = dict(zip(self.uids.tolist(), self.births.tolist(), strict=True))
-        drawn.append([(uid, births[uid]) for uid in uids.tolist()])
-        return uids, draw_weights
-
-    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
-    options = dict(max_replay_reuse=2, staleness_threshold=3, replay_sample_size=16, num_iterations=10)
-    metrics = run(tmp_path / "run", **REPLAY | options)
-    counts = {}
-    for iteration, uids in enumerate(drawn, start=2):
-        assert len(set(uids)) == len(uids)
-        for uid, birth in uids:
-            assert 1 <= iteration - birth <= 3, "older rollouts only, and none beyond the threshold"
-            counts[uid] = counts.get(uid, 0) + 1
-    assert max(counts.values()) == 2
-    assert metrics["sample_efficiency"] == pytest.approx((80 + sum(map(len, drawn))) / 80)
-
-
-def test_a_sample_counts_by_its_weight(tmp_path, monkeypatch):
-    """Rows of weight 0 may hold any advantage and return; rows of weight 1 may not."""
-    real = ppo_v2.bring_up_to_date
-
-    def edited(weight, junk):
-        def wrapped(*args):
-            batch, advantages, drift = real(*args)
-            batch["weights"] = torch.full_like(batch["logprobs"], weight)
-            batch["advantages"] = batch["advantages"] + junk
-            batch["returns"] = batch["returns"] + junk
-            return batch, advantages, drift
-
-        return wrapped
-
-    for weight in (0.0, 0.5, 1.0):
-        for junk in (0.0, 3.0):
-            monkeypatch.setattr(ppo_v2, "bring_up_to_date", edited(weight, junk))
-            run(tmp_path / f"{weight}.{junk}", **REPLAY | dict(num_iterations=2, eval_every=0))
-    same = [weights(tmp_path / f"{weight}.{junk}") for weight in (0.0, 1.0) for junk in (0.0, 3.0)]
-    assert all(torch.equal(same[0][key], same[1][key]) for key in same[0])
-    assert any(not torch.equal(same[2][key], same[3][key]) for key in same[2])
-
-
-@pytest.mark.parametrize("kind, moves", [("positive", False), ("all", True)])
-def test_the_critic_learns_from_fresh_rollouts_only(kind, moves, tmp_path, monkeypatch):
-    """Any return of a drawn row leaves the weights alone, unless all advantages are replayed."""
-    real, negative = ppo_v2.bring_up_to_date, []
-
-    def edited(junk):
-        def wrapped(*args):
-            batch, advantages, drift = real(*args)
-            negative.append((batch["advantages"] < 0).any().item())
-            return batch | {"returns": batch["returns"] + junk}, advantages, drift
-
-        return wrapped
-
-    for junk in (0.0, 3.0):
-        monkeypatch.setattr(ppo_v2, "bring_up_to_date", edited(junk))
-        run(tmp_path / f"{junk}", **REPLAY, eval_every=0, replay_advantages=kind)
-    a, b = weights(tmp_path / "0.0"), weights(tmp_path / "3.0")
-    assert any(not torch.equal(a[key], b[key]) for key in a) == moves == any(negative)
-
-
-def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
-    """Tokens, scores and behaviour log-probs come back as they went in, through padding and the checkpoint format."""
-    stored, drawn = {}, []
-    real_add, real_update = ppo_v2.ReplayBuffer.add, ppo_v2.bring_up_to_date
-
-    def add(self, batch, mask, prompt_mask, iteration):
-        for i in range(len(mask)):
-            n, p = int(mask[i].sum()), int(prompt_mask[i].sum())
-            key = tuple(batch["prompt_ids"][i, -p:].tolist()), tuple(batch["response_ids"][i, :n].tolist())
-            stored.setdefault(key, []).append((batch["logprobs"][i, :n].clone(), batch["scores"][i].item()))
-        real_add(self, batch, mask, prompt_mask, iteration)
-
-    def update(policy, samples, *rest):
-        result = real_update(policy, samples, *rest)
-        drawn.append((samples, result[0]))
-        return result
-
-    monkeypatch.setattr(ppo_v2.ReplayBuffer, "add", add)
-    monkeypatch.setattr(ppo_v2, "bring_up_to_date", update)
-    run(tmp_path / "run", **REPLAY)
-    assert len(drawn) == 4
-    for samples, batch in drawn:
-        for i, sample in enumerate(samples):
-            n, p = int(batch["response_mask"][i].sum()), int(batch["prompt_mask"][i].sum())
-            key = tuple(batch["prompt_ids"][i, -p:].tolist()), tuple(batch["response_ids"][i, :n].tolist())
-            match = [s for s in stored[key] if torch.equal(s[0], sample["logprobs"])]
-            assert match and sample["scores"].item() == match[0][1]
-
-
-def test_replay_max_kl_leaves_far_rollouts_out(tmp_path, monkeypatch):
-    updates = spy(monkeypatch, "policy_loss")
-    metrics = run(tmp_path / "run", **REPLAY, learning_rate=3e-3, replay_max_kl=1e-12)
-    assert all(len(args[0]) == 4 for args, _, _ in updates) and metrics["sample_efficiency"] == 1
-    assert metrics["replay/kl_behaviour"] > 1e-12
-
-
-def test_a_nan_reward_is_never_drawn(tmp_path):
-    """It costs the update of its own iteration; the buffer does not bring it back."""
-    path = tmp_path / "reward.py"
-    path.write_text(
-        "calls = {'n': 0}\n"
-        "def mine(prompts, responses, answers):\n"
-        "    calls['n'] += 1\n"  # call 1 is the evaluation of the start policy
-        "    return [float('nan') if calls['n'] == 3 and i == 1 else len(r) for i, r in enumerate(responses)]\n"
-    )
-    options = REPLAY | dict(reward_fn=f"{path}:mine", eval_every=0, replay_sample_size=32, use_priority_sampling=True)
-    run(tmp_path / "run", **options)
-    rows = metrics_without_times(tmp_path / "run")[1:]
-    assert [row["losses/skipped_steps"] for row in rows] == [0, 4, 4, 4, 4]
-    assert [row["buffer_size"] for row in rows] == [8, 15, 23, 31, 39]  # seven of the second iteration's eight
-
-
-def test_adaptive_reuse_follows_the_last_kl(tmp_path, monkeypatch):
-    limits, real = [], ppo_v2.ReplayBuffer.draw
-
-    def draw(self, size, iteration, max_reuse, *rest):
-        limits.append((iteration, max_reuse))
-        return real(self, size, iteration, max_reuse, *rest)
-
-    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
-    options = REPLAY | dict(adaptive_reuse=True, num_iterations=14, replay_sample_size=32, eval_every=0)
-    run(tmp_path / "run", **options, learning_rate=1e-2)
+@pytest.mark.parametrize("max_reuse, slow", [(6, 2), (2, 1)])
+def test_adaptive_reuse_follows_the_last_kl_within_the_limit(max_reuse, slow, tmp_path, monkeypatch):
+    draws = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer)
+    options = REPLAY | dict(adaptive_reuse=True, max_replay_reuse=max_reuse, num_iterations=10, learning_rate=2e-3)
+    run(ppo_v2, tmp_path / "run", **options, min_digits=3)
     kl = [row.get("losses/approx_kl") for row in metrics_without_times(tmp_path / "run")]
-    for iteration, limit in limits:
-        assert limit == (6 if kl[iteration - 1] < 0.01 else 2)
-    assert {limit for _, limit in limits} == {2, 6}, "both must occur for this test to mean something"
+    limits = [(args[2], args[3]) for args, _ in draws]
+    assert all(limit == (max_reuse if kl[iteration - 1] < 0.01 else slow) for iteration, limit in limits)
+    assert {limit for _, limit in limits} == {max_reuse, slow}, "both must occur for this test to mean something"
 
 
-def test_a_rollout_above_the_limit_pauses():
-    buffer = filled([1, 1], [3, 1])
-    uids, _ = buffer.draw(2, 2, max_reuse=2, beta=0.4, rng=np.random.default_rng(0))
-    buffer.evict(2, max_age=9, max_reuse=6, capacity=9)
-    assert uids.tolist() == [1] and len(buffer) == 2
-
-
-def test_buffer_grows(tmp_path):
-    run(tmp_path / "run", **REPLAY | dict(replay_start_size=10, replay_grow_iteration=4, replay_buffer_size=20))
-    sizes = [row["buffer_size"] for row in metrics_without_times(tmp_path / "run")[1:]]
-    assert sizes == [8, 10, 10, 18, 20]
+def test_the_buffer_grows(tmp_path):
+    run(ppo_v2, tmp_path / "run", **REPLAY, replay_start_size=10, replay_grow_iteration=4, replay_buffer_size=20)
+    assert [row["buffer_size"] for row in metrics_without_times(tmp_path / "run")[1:]] == [8, 10, 10, 18, 20]
 
 
 def test_beta_rises_after_each_draw(tmp_path):
-    run(tmp_path / "run", **REPLAY, use_priority_sampling=True, priority_beta=0.99, priority_beta_increment=0.004)
-    betas = [row["replay/beta"] for row in metrics_without_times(tmp_path / "run")[1:]]
-    assert betas == pytest.approx([0.99, 0.994, 0.998, 1.0, 1.0])
+    run(ppo_v2, tmp_path / "run", **REPLAY, priority_beta=0.99, priority_beta_increment=0.004)
+    betas = [row.get("replay/beta") for row in metrics_without_times(tmp_path / "run")[1:]]
+    assert betas == [None, *map(pytest.approx, (0.99, 0.994, 0.998, 1.0))]
 
 
-# --- resume, ranks, seeds ---
-LONG = REPLAY | dict(num_iterations=8, save_every=1, use_priority_sampling=True, adaptive_reuse=True)
+def test_replay_max_kl_leaves_far_rollouts_out(tmp_path, monkeypatch):
+    seen = minibatches(monkeypatch)
+    metrics = run(ppo_v2, tmp_path / "run", **REPLAY, learning_rate=3e-3, replay_max_kl=1e-9)
+    assert not any(mb["replayed"].any() for mb in seen) and metrics["sample_efficiency"] == 1
+    assert metrics["replay/kl_behaviour"] > 1e-9
 
 
-def test_killed_with_a_buffer(tmp_path):
-    run(tmp_path / "whole", **LONG)
-    for nth, where in ((2, "half"), (2, "after rename"), (1, "before rename")):
+def with_junk(monkeypatch, name, junk):
+    """Add something to a field of all drawn rows."""
+    real = ppo_v2.bring_up_to_date
 
-        def target(nth=nth, where=where):
-            import os
-            import sys
+    def wrapped(*args):
+        rows, metrics = real(*args)
+        return rows | {name: rows[name] + junk}, metrics
 
-            sys.stdout = sys.stderr = open(os.devnull, "w")
-            die_while_saving(nth, where)
-            run(tmp_path / "killed", **LONG, resume="auto")
-
-        process = fork.Process(target=target)
-        process.start()
-        process.join(60)
-        assert process.exitcode == -signal.SIGKILL
-    run(tmp_path / "killed", **LONG, resume="auto")
-    assert_same_run(tmp_path / "whole", tmp_path / "killed")
-    a, b = (
-        ppo_v2.load_checkpoint(tmp_path / r / "checkpoints" / "checkpoint_00000008.pt") for r in ("whole", "killed")
-    )
-    assert a["replay"]["rng"] == b["replay"]["rng"] and a["replay"]["counters"] == b["replay"]["counters"]
-    for key in ("uids", "births", "reuses", "priorities"):
-        assert torch.equal(a["replay"]["buffer"][key], b["replay"]["buffer"][key])
+    monkeypatch.setattr(ppo_v2, "bring_up_to_date", wrapped)
 
 
-def test_two_ranks_replay_like_one(tmp_path, monkeypatch):
-    import test_v1
-
-    monkeypatch.setattr(test_v1, "ppo_v1", ppo_v2)
-    monkeypatch.setattr(test_v1, "run", run)
-    options = REPLAY | dict(num_iterations=2, learning_rate=1e-3)
-    run(tmp_path / "one", **options)
-    assert launch(tmp_path / "two", 2, **options) == [0, 0]
-    one, two = metrics_without_times(tmp_path / "one")[2], metrics_without_times(tmp_path / "two")[2]
-    assert one.keys() == two.keys() and one["replay/is_mean"] != 1
-    for key, value in one.items():
-        assert two[key] == pytest.approx(value, rel=2e-3, abs=2e-5), key
+@pytest.mark.parametrize("kind, moves", [("positive", False), ("all", True)])
+def test_the_critic_learns_from_fresh_rollouts_only_with_gains(kind, moves, tmp_path, monkeypatch):
+    """Any return of a drawn row leaves the weights alone, unless all advantages are replayed."""
+    seen = minibatches(monkeypatch)
+    for junk in (0.0, 3.0):
+        with monkeypatch.context() as patch:
+            with_junk(patch, "returns", junk)
+            run(ppo_v2, tmp_path / f"{junk}", **REPLAY, replay_advantages=kind)
+    assert same(weights(tmp_path / "0.0"), weights(tmp_path / "3.0")) != moves
+    assert any((mb["advantages"][mb["replayed"]] < 0).any() for mb in seen) == moves
 
 
-def readme_scenarios():
-    text = (ROOT / "README.md").read_text()
-    return re.findall(r"^python ppo_v2\.py (--.*?)\s+# scenario (\d)", text, re.M)
+def test_a_nan_reward_never_enters_the_buffer(tmp_path):
+    run(ppo_v2, tmp_path / "run", **REPLAY | faulty_reward(tmp_path))
+    rows = metrics_without_times(tmp_path / "run")[1:]
+    assert [row["rollout/nan_rewards"] for row in rows] == [0, 1, 0, 0, 0]
+    assert [row["buffer_size"] for row in rows] == [8, 15, 23, 31, 39]  # seven of the second iteration's eight
+    assert all(value is not None and math.isfinite(value) for row in rows for value in row.values())
 
 
-def test_the_five_scenarios_of_the_readme_run(tmp_path):
-    import tyro
+def test_status_line(tmp_path, capsys):
+    run(ppo_v2, tmp_path / "run", **REPLAY)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert len(lines) == 5
+    for line in lines:
+        assert re.fullmatch(r"\[\d/5\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d BUF:\d+ EFF:\d\.\dx", line), line
+    last = metrics_without_times(tmp_path / "run")[-1]
+    assert f"R:{last['charts/score']:.2f} BUF:40 EFF:1.8x" in lines[-1]
 
-    scenarios = readme_scenarios()
-    assert [number for _, number in scenarios] == ["1", "2", "3", "4", "5"]
-    for flags, number in scenarios:
-        args = tyro.cli(ppo_v2.Args, args=flags.split())
-        changed = {k: v for k, v in vars(args).items() if v != getattr(ppo_v2.Args(), k) and k != "minibatch_size"}
-        if args.use_replay_buffer:
-            changed["min_replay_size"] = 8
-        metrics = run(tmp_path / number, **changed)
-        assert (metrics.get("sample_efficiency", 1) > 1) == args.use_replay_buffer == (number != "5")
+
+def test_a_buffer_that_never_fills_is_told(tmp_path, capsys):
+    run(ppo_v2, tmp_path / "run", **REPLAY | dict(min_replay_size=40, num_iterations=3))
+    assert "warning: there will never be more than 16 rollouts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(replay_sample_size=0), ["--replay-sample-size 0", "1 or more"]),
-        (dict(priority_alpha=1.5), ["--priority-alpha 1.5", "between 0 and 1"]),
-        (dict(priority_beta=-0.1), ["--priority-beta -0.1", "between 0 and 1"]),
-        (dict(staleness_threshold=0), ["--staleness-threshold 0", "1 or more"]),
-        (dict(max_replay_reuse=0), ["--max-replay-reuse 0"]),
-        (dict(min_replay_size=2000), ["--min-replay-size 2000", "1000"]),
-        (
-            dict(min_replay_size=100, batch_size=4, num_minibatches=2, staleness_threshold=10),
-            ["--min-replay-size 100", "40"],
-        ),
-        (dict(new_samples_ratio=1.5), ["--new-samples-ratio 1.5"]),
-        (dict(new_samples_ratio=0.0), ["--new-samples-ratio 0.0"]),
-        (dict(replay_is_cap=0.0), ["--replay-is-cap 0.0", "positive"]),
-        (dict(new_samples_ratio=0.5, replay_sample_size=9), ["--replay-sample-size 9", "--new-samples-ratio"]),
-    ],
+    "name, value", [("replay_buffer_size", 700), ("priority_age_tau", None), ("adaptive_reuse", True)]
 )
-def test_bad_options(options, words, capsys):
-    fails(capsys, lambda: ppo_v2.Args(use_replay_buffer=True, **options), *words)
-
-
-@pytest.mark.parametrize(
-    "name, value", [("replay_buffer_size", 7), ("priority_age_tau", None), ("adaptive_reuse", True)]
-)
-def test_replay_options_need_replay(name, value, capsys):
-    flag = "--" + name.replace("_", "-")
-    fails(capsys, lambda: ppo_v2.Args(**{name: value}), f"{flag} {value}", "left out without --use-replay-buffer")
-
-
-def test_a_run_too_short_for_its_buffer_is_told(tmp_path, capsys):
-    run(tmp_path / "run", use_replay_buffer=True, min_replay_size=17)
-    assert "the 16 rollouts before the last update never reach --min-replay-size" in capsys.readouterr().out
+def test_replay_options_without_replay_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"--{name} does nothing without --use-replay-buffer"):
+        ppo_v2.Args(**{name: value})
