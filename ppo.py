@@ -69,7 +69,7 @@ class Args:
 
     # optimization
     num_iterations: int = 40  # rollout + update rounds
-    learning_rate: float = 5e-4  # at the start; falls linearly to 0
+    learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
@@ -91,13 +91,13 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
+        if not (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())):
+            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
         for fine, message in (
-            (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file()),
-             f"--task {self.task}: must be sort, rg:NAME or jsonl: and an existing file"),
             (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
             (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide --batch-size"),
-        ):  # fmt: skip
+            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
+        ):
             if not fine:
                 raise ValueError(message)
 
@@ -129,15 +129,16 @@ def verify(prompts, responses, answers):
 
 
 def read_jsonl(path: str) -> list[tuple[str, str]]:
-    lines = [(number, line) for number, line in enumerate(open(path, "rb"), 1) if line.strip()]
     pairs = []
-    for number, line in lines:
+    for number, line in enumerate(open(path, "rb"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-            prompt = next(row[name] for name in ("prompt", "question", "problem") if name in row)
-            answer = next(row[name] for name in ("answer", "solution") if name in row)
+            prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
+            answer = [row[name] for name in ("answer", "solution") if name in row][0]
             assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-        except (ValueError, TypeError, StopIteration, AssertionError):
+        except (ValueError, TypeError, IndexError, AssertionError):
             sys.exit(f"--task jsonl:{path}: line {number} must be JSON with a prompt and an answer")
         pairs.append((prompt, final_answer(str(answer))))
     return pairs
@@ -165,15 +166,13 @@ def make_task(args, tokenizer):
             both = zip(prompts, responses, strict=True)
             return [float(dataset.score_answer(text.strip(), entries[p])) for p, text in both]
 
-    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [pair for pair, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
+    ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
+    fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
     if len(fits) < len(pairs):
         print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
     held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
     train = [pair for pair in fits if pair[0] not in held_out]
-    if not train:
-        sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
-    return train, list(held_out.items()), verifier
+    return train or sys.exit(f"--task {args.task}: too few prompts"), [*held_out.items()], verifier
 
 
 def make_scorer(args, verifier, device):
@@ -186,16 +185,16 @@ def make_scorer(args, verifier, device):
     judge = transformers.pipeline("text-classification", args.reward_model_name, device=device)
     if judge.model.config.num_labels != 1:
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
-    template = judge.tokenizer.apply_chat_template if args.chat_template else None
 
     def judge_texts(prompts, responses, answers):
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        if template:
+        if args.chat_template:
             roles = (("user", prompts), ("assistant", responses))
             said = [[dict(role=role, content=text) for text in texts] for role, texts in roles]
-            texts = template([list(turns) for turns in zip(*said, strict=True)], tokenize=False)
-        rows = judge(texts, function_to_apply="none", add_special_tokens=not template)
-        return [row["score"] for row in rows]
+            turns = [list(turn) for turn in zip(*said, strict=True)]
+            texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
+        plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
+        return [row["score"] for row in judge(texts, **plain)]
 
     return judge_texts
 
@@ -231,11 +230,9 @@ class PolicyWithValue(nn.Module):
 
     def forward(self, rows: dict):
         """Log-prob, entropy of each response token, value of the state before it.  -> 3 x (B,R)"""
-        ids = torch.cat([rows["prompt_ids"], rows["response_ids"]], 1)
-        mask = torch.cat([rows["prompt_mask"], rows["response_mask"]], 1)
+        ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
         # The last token is not fed: of the last R outputs, number t predicts response token t.
-        length = rows["response_ids"].shape[1]
-        logits, values = self.predict(ids[:, :-1], mask[:, :-1], length)
+        logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
         logprobs, entropy = token_logprobs(logits, rows["response_ids"], self.temperature)
         padding = rows["response_mask"] == 0
         return tuple(x.masked_fill(padding, 0.0) for x in (logprobs, entropy, values))
@@ -260,12 +257,11 @@ def token_logprobs(logits, ids, temperature):
 
 def make_tiny_tokenizer():
     """One token per printable ASCII character, so that one code path serves all models."""
-    vocab = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    ids = {token: i for i, token in enumerate(vocab)}
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    ids = {token: i for i, token in enumerate([*special.values(), *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -279,8 +275,8 @@ def load_lm(args):
         lm = transformers.LlamaForCausalLM(config)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        auto = transformers.AutoModelForCausalLM
-        lm = auto.from_pretrained(args.model_name, dtype=torch.float32)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        lm = load(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if not eos_ids:
@@ -341,8 +337,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
-        next_value = values[:, t] * mask[:, t]
-        advantages[:, t] = next_advantage
+        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
     return advantages
 
 
@@ -406,9 +401,8 @@ def sample_token(logits, uniforms):
 def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, uniforms=None):
     """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
 
-    The mask includes the EOS and nothing after it. Log-probs and values are those of the sampler
-    itself, so they cost no second pass. Not transformers' `generate`: that applies what a
-    checkpoint's generation config holds, and its log-probs would not be the policy's.
+    Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
+    `generate` would apply a checkpoint's generation config: its samples are not the policy's.
     """
     shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
     rows = dict(response_ids=torch.full(shape, pad_id, device=device))
@@ -422,7 +416,7 @@ def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, unifo
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
         logprobs = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
         for name, x in zip(rows, (token, 1, logprobs, values), strict=True):
-            rows[name][alive, t] = x
+            rows[name][alive, t] = x  # the mask includes the EOS and nothing after it
         going = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(going) == 0:
             break
@@ -446,26 +440,24 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     valid = rows["response_mask"].bool()
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
     texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
-    said = list(scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers))
+    said = scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers)
     try:
         scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
     except (TypeError, ValueError):
-        sys.exit(f"the reward must be a number for each of {len(prompts)} answers, not {said[:4]}")
-    rows["ended"] = is_eos.any(1).float()
-    scores = scores.to(rows["ended"])
-    if not args.reward_fn and not args.reward_model_name:
-        scores = scores * rows["ended"]  # a verifier's point needs an end; your own reward decides
-    rows["scores"] = scores - args.missing_eos_penalty * (1 - rows["ended"])
+        sys.exit(f"the reward must be a number for each of {len(prompts)} answers, not {str(said)[:80]}")
+    ended = rows["ended"] = is_eos.any(1).float()
+    own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
+    scores = scores.to(ended) * (1 if own_reward else ended)
+    rows["scores"] = scores - args.missing_eos_penalty * (1 - ended)
     return rows
 
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
     """Mean score of greedy answers. Draws no random number, so it cannot change training."""
-    starts = range(0, len(pairs), args.batch_size)
-    batches = [pairs[start : start + args.batch_size] for start in starts]
+    batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
     scores = [rollout(policy, batch, tokenizer, scorer, args)["scores"] for batch in batches]
-    return torch.cat(scores).mean().item()
+    return torch.cat(scores).nanmean().item()
 
 
 # --- run folder ---
@@ -475,15 +467,14 @@ class Run:
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
+        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         if enabled:
             self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
             config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
             (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-            # a resumed run has rows; those it will write again are dropped
-            lines = [json.dumps(row) + "\n" for row in self.rows]
+            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
             (self.dir / "metrics.jsonl").write_text("".join(lines))
         if enabled and args.track:
             import wandb
@@ -517,23 +508,19 @@ class Run:
 
             (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
             figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-            axes = figure.subplots(1, len(panels), squeeze=False)[0]
+            axes = figure.subplots(1, len(panels))
             for axis, (title, keys) in zip(axes, panels.items(), strict=True):
                 for key in keys:
-                    rows = [row for row in self.rows if row.get(key) is not None]
-                    axis.plot([row["global_step"] for row in rows], [row[key] for row in rows], ".-")
+                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
+                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
                 axis.set(title=title, xlabel=xlabel)
-                axis.legend(keys)
+                axis.legend()
             figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
 
 # --- main ---
-def scramble(answer: str, rng) -> str:
-    return "".join(rng.sample(answer, len(answer)))
-
-
 def warm_start(lm, pairs, tokenizer, args):
     """Supervised steps on scrambled answers: right in form, and right in content by chance only."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
@@ -541,13 +528,12 @@ def warm_start(lm, pairs, tokenizer, args):
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        texts = [prompt + scramble(answer, rng) + tokenizer.eos_token for prompt, answer in batch]
+        scrambled = [prompt + "".join(rng.sample(answer, len(answer))) for prompt, answer in batch]
+        texts = [text + tokenizer.eos_token for text in scrambled]
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        prompt_lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # letters
-        mask = tokens.attention_mask.bool()
-        is_answer = mask & (positions(mask) >= prompt_lengths)
-        loss = lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss
-        loss.backward()
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
+        lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -594,9 +580,9 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length)  # of all rows and tokens
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms.to(device))
         global_step += args.batch_size
-        for (prompt, _), score in zip(pairs, batch["scores"].tolist(), strict=True):
-            if not math.isfinite(score):
-                sys.exit(f"the reward of an answer to {prompt!r} is {score}")
+        if not batch["scores"].isfinite().all():
+            bad = int(batch["scores"].isfinite().int().argmin())
+            sys.exit(f"the reward of answer {bad}, to {pairs[bad][0]!r}, is not finite")
         batch["ref_logprobs"] = batch["logprobs"]
         if reference is not None:
             with torch.no_grad():
@@ -667,7 +653,8 @@ def main(args: Args) -> dict[str, float]:
         "what the critic predicts": ["losses/explained_variance"],
     }
     run.close("answers generated", panels)
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
+    score = metrics.get("eval/score", math.nan)
+    print(f"eval/score {score:.3f} after {global_step} answers: {run.dir}")
     return metrics
 
 

@@ -87,7 +87,7 @@ class Args:
 
     # optimization
     num_iterations: int = 40  # rollout + update rounds
-    learning_rate: float = 5e-4  # the highest
+    learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
@@ -117,11 +117,11 @@ class Args:
     clip_coef_high: float | None = None  # upper side of the policy clip (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: none)
 
-    # replay; v2: buffer. The guide's own values: --min-replay-size 100 --no-use-priority-sampling
-    # --priority-alpha 0.6 --priority-beta 0.4 --priority-beta-increment 0.001 --max-replay-reuse 4
-    # --replay-sample-size 32 --priority-age-tau None --replay-advantages all
+    # replay; v2: buffer. The guide's own values: --replay-buffer-size 1000 --replay-sample-size 32
+    # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --max-replay-reuse 4
+    # --priority-beta-increment 0.001 --priority-age-tau None --replay-advantages all
     use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
-    replay_buffer_size: int = 1_000  # rollouts kept; the oldest go first
+    replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
     replay_sample_size: int = 64  # rollouts drawn per update
     use_priority_sampling: bool = True  # draw by mean gain (|advantage| with all); off: by age alone
@@ -129,7 +129,7 @@ class Args:
     priority_beta: float = 0.0  # how much of the sampling bias the weights undo, 0 to 1
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw, up to 1
     priority_age_tau: float | None = 50.0  # iterations in which the odds fall to 1/e (None: never)
-    max_replay_reuse: int = 8  # draws after which a rollout is dropped; its fresh use does not count
+    max_replay_reuse: int = 32  # iterations that may draw a rollout; its fresh use does not count
     adaptive_reuse: bool = False  # a third of max_replay_reuse while the last update's KL is over 0.01
     staleness_threshold: int = 100  # age, in iterations, beyond which a rollout is dropped
     replay_start_size: int | None = None  # buffer size before replay_grow_iteration (None: the full)
@@ -150,12 +150,12 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
+        if not (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())):
+            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
         for fine, message in (
-            (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file()),
-             f"--task {self.task}: must be sort, rg:NAME or jsonl: and an existing file"),
             (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
             (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide --batch-size"),
+            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
             # v1: checkpoint, kl
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
             (self.kl_coef or not self.adaptive_kl, "--adaptive-kl needs a --kl-coef to start from"),
@@ -163,7 +163,7 @@ class Args:
             (max(self.priority_alpha, self.priority_beta, self.new_samples_ratio or 0) <= 1,
              "--priority-alpha, --priority-beta and --new-samples-ratio are at most 1"),
             (self.min_replay_size <= self.replay_buffer_size, "--min-replay-size is never reached"),
-        ):  # fmt: skip
+        ):
             if not fine:
                 raise ValueError(message)
         # v2: buffer: an option that would do nothing is refused
@@ -200,15 +200,16 @@ def verify(prompts, responses, answers):
 
 
 def read_jsonl(path: str) -> list[tuple[str, str]]:
-    lines = [(number, line) for number, line in enumerate(open(path, "rb"), 1) if line.strip()]
     pairs = []
-    for number, line in lines:
+    for number, line in enumerate(open(path, "rb"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
-            prompt = next(row[name] for name in ("prompt", "question", "problem") if name in row)
-            answer = next(row[name] for name in ("answer", "solution") if name in row)
+            prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
+            answer = [row[name] for name in ("answer", "solution") if name in row][0]
             assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-        except (ValueError, TypeError, StopIteration, AssertionError):
+        except (ValueError, TypeError, IndexError, AssertionError):
             sys.exit(f"--task jsonl:{path}: line {number} must be JSON with a prompt and an answer")
         pairs.append((prompt, final_answer(str(answer))))
     return pairs
@@ -236,15 +237,13 @@ def make_task(args, tokenizer):
             both = zip(prompts, responses, strict=True)
             return [float(dataset.score_answer(text.strip(), entries[p])) for p, text in both]
 
-    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [pair for pair, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
+    ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
+    fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
     if len(fits) < len(pairs):
         print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
     held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
     train = [pair for pair in fits if pair[0] not in held_out]
-    if not train:
-        sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
-    return train, list(held_out.items()), verifier
+    return train or sys.exit(f"--task {args.task}: too few prompts"), [*held_out.items()], verifier
 
 
 def make_scorer(args, verifier, device):
@@ -257,16 +256,16 @@ def make_scorer(args, verifier, device):
     judge = transformers.pipeline("text-classification", args.reward_model_name, device=device)
     if judge.model.config.num_labels != 1:
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
-    template = judge.tokenizer.apply_chat_template if args.chat_template else None
 
     def judge_texts(prompts, responses, answers):
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        if template:
+        if args.chat_template:
             roles = (("user", prompts), ("assistant", responses))
             said = [[dict(role=role, content=text) for text in texts] for role, texts in roles]
-            texts = template([list(turns) for turns in zip(*said, strict=True)], tokenize=False)
-        rows = judge(texts, function_to_apply="none", add_special_tokens=not template)
-        return [row["score"] for row in rows]
+            turns = [list(turn) for turn in zip(*said, strict=True)]
+            texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
+        plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
+        return [row["score"] for row in judge(texts, **plain)]
 
     return judge_texts
 
@@ -302,11 +301,9 @@ class PolicyWithValue(nn.Module):
 
     def forward(self, rows: dict):
         """Log-prob, entropy of each response token, value of the state before it.  -> 3 x (B,R)"""
-        ids = torch.cat([rows["prompt_ids"], rows["response_ids"]], 1)
-        mask = torch.cat([rows["prompt_mask"], rows["response_mask"]], 1)
+        ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
         # The last token is not fed: of the last R outputs, number t predicts response token t.
-        length = rows["response_ids"].shape[1]
-        logits, values = self.predict(ids[:, :-1], mask[:, :-1], length)
+        logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
         logprobs, entropy = token_logprobs(logits, rows["response_ids"], self.temperature)
         padding = rows["response_mask"] == 0
         return tuple(x.masked_fill(padding, 0.0) for x in (logprobs, entropy, values))
@@ -327,7 +324,7 @@ def token_logprobs(logits, ids, temperature, max_logits=2**25):
     # v1: memory: float32 copies of a few rows at a time, made again in the backward pass
     size = max(1, max_logits // logits[0].numel())
     if len(ids) > size:
-        rest = (temperature, math.inf)
+        rest = (temperature, sys.maxsize)
         pieces = zip(logits.split(size), ids.split(size), strict=True)
         outputs = [checkpoint(token_logprobs, *x, *rest, use_reentrant=False) for x in pieces]
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
@@ -338,12 +335,11 @@ def token_logprobs(logits, ids, temperature, max_logits=2**25):
 
 def make_tiny_tokenizer():
     """One token per printable ASCII character, so that one code path serves all models."""
-    vocab = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
-    ids = {token: i for i, token in enumerate(vocab)}
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    ids = {token: i for i, token in enumerate([*special.values(), *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -357,8 +353,8 @@ def load_lm(args):
         lm = transformers.LlamaForCausalLM(config)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        auto = transformers.AutoModelForCausalLM
-        lm = auto.from_pretrained(args.model_name, dtype=torch.float32)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        lm = load(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if not eos_ids:
@@ -418,19 +414,24 @@ class ReplayBuffer:
         self.samples = live[-capacity:]
 
     def draw(self, size: int, iteration: int, max_reuse: int, beta: float):
-        """Different rollouts, by their odds, and weights that undo these.  -> n samples, (n,)"""
+        """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)
+
+        The weights (N P)^-beta / max undo the odds (section 3.4 of arXiv:1511.05952).
+        """
         live = [x for x in self.samples if x["reuse"] < max_reuse]
+        if not live:
+            return [], torch.zeros(0)
         odds = torch.tensor([x["priority"] for x in live], dtype=torch.float64)
         odds = odds if self.args.use_priority_sampling else torch.ones_like(odds)
         if self.args.priority_age_tau is not None:
             ages = iteration - torch.tensor([x["birth"] for x in live])
-            odds = odds * (-ages / self.args.priority_age_tau).exp()
-        size = min(size, len(live))
-        chosen = odds.clamp(min=1e-300).multinomial(size) if size else torch.tensor([], dtype=int)
-        weights = draw_weights(odds, size, beta)[chosen]
-        for i in chosen.tolist():
-            live[i]["reuse"] += 1
-        return [live[i] for i in chosen.tolist()], weights.float()
+            odds = (odds * (-ages / self.args.priority_age_tau).exp()).clamp(min=1e-300)
+        odds = odds / odds.sum()
+        chosen = odds.multinomial(min(size, len(live)), replacement=True)
+        weights = (len(live) * odds[chosen]) ** -beta
+        for i in set(chosen.tolist()):
+            live[i]["reuse"] += 1  # once per iteration, however often it fills the draw
+        return [live[i] for i in chosen.tolist()], (weights / weights.max()).float()
 
     def buffer_stats(self, iteration: int) -> dict[str, float]:
         reuses, births = ([x[name] for x in self.samples] or [0] for name in ("reuse", "birth"))
@@ -461,22 +462,6 @@ def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_answers):
 
 
 # v2: correction
-def draw_weights(odds, size: int, beta: float):
-    """(chance to be among `size` draws / what a uniform draw would give it)^-beta / max.  (N,) -> (N,)
-
-    PER's (N P)^-beta (arXiv:1511.05952, section 3.4) is for draws with replacement. These are without,
-    one after the other: the chance is close to 1 - exp(-t p), with t such that they sum to `size`.
-    """
-    low, high = 0.0, 1e12
-    for _ in range(100 if 0 < size < len(odds) else 0):
-        middle = (low + high) / 2
-        short = (1 - (-middle * odds / odds.sum()).exp()).sum() < size
-        low, high = (middle, high) if short else (low, middle)
-    chances = 1 - (-high * odds / odds.sum()).exp()
-    weights = chances.clamp(min=1e-12) ** -beta
-    return weights / weights.max() if len(odds) else weights
-
-
 def behaviour_correction(prox_logprobs, behaviour_logprobs, correction, cap):
     """What a stale token's ratio is taken to, and its weight in the policy loss.  -> 2 x (B,R)
 
@@ -535,8 +520,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
-        next_value = values[:, t] * mask[:, t]
-        advantages[:, t] = next_advantage
+        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
     return advantages
 
 
@@ -607,9 +591,8 @@ def sample_token(logits, uniforms):
 def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, uniforms=None):
     """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
 
-    The mask includes the EOS and nothing after it. Log-probs and values are those of the sampler
-    itself, so they cost no second pass. Not transformers' `generate`: that applies what a
-    checkpoint's generation config holds, and its log-probs would not be the policy's.
+    Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
+    `generate` would apply a checkpoint's generation config: its samples are not the policy's.
     """
     shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
     rows = dict(response_ids=torch.full(shape, pad_id, device=device))
@@ -623,7 +606,7 @@ def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, unifo
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
         logprobs = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
         for name, x in zip(rows, (token, 1, logprobs, values), strict=True):
-            rows[name][alive, t] = x
+            rows[name][alive, t] = x  # the mask includes the EOS and nothing after it
         going = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(going) == 0:
             break
@@ -647,16 +630,15 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     valid = rows["response_mask"].bool()
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
     texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
-    said = list(scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers))
+    said = scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers)
     try:
         scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
     except (TypeError, ValueError):
-        sys.exit(f"the reward must be a number for each of {len(prompts)} answers, not {said[:4]}")
-    rows["ended"] = is_eos.any(1).float()
-    scores = scores.to(rows["ended"])
-    if not args.reward_fn and not args.reward_model_name:
-        scores = scores * rows["ended"]  # a verifier's point needs an end; your own reward decides
-    rows["scores"] = scores - args.missing_eos_penalty * (1 - rows["ended"])
+        sys.exit(f"the reward must be a number for each of {len(prompts)} answers, not {str(said)[:80]}")
+    ended = rows["ended"] = is_eos.any(1).float()
+    own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
+    scores = scores.to(ended) * (1 if own_reward else ended)
+    rows["scores"] = scores - args.missing_eos_penalty * (1 - ended)
     return rows
 
 
@@ -713,10 +695,9 @@ def bring_up_to_date(policy, buffer, samples: list[dict], sample_weights, kl_coe
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
     """Mean score of greedy answers. Draws no random number, so it cannot change training."""
-    starts = range(0, len(pairs), args.batch_size)
-    batches = [pairs[start : start + args.batch_size] for start in starts]
+    batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
     scores = [rollout(policy, batch, tokenizer, scorer, args)["scores"] for batch in batches]
-    mean = torch.cat(scores).mean()
+    mean = torch.cat(scores).nanmean()
     return (total(mean) / total(torch.ones_like(mean))).item()  # v1: distributed: ranks decide alike
 
 
@@ -727,15 +708,14 @@ class Run:
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
+        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         if enabled:
             self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
             config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
             (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-            # a resumed run has rows; those it will write again are dropped
-            lines = [json.dumps(row) + "\n" for row in self.rows]
+            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
             (self.dir / "metrics.jsonl").write_text("".join(lines))
         if enabled and args.track:
             import wandb
@@ -769,13 +749,13 @@ class Run:
 
             (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
             figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-            axes = figure.subplots(1, len(panels), squeeze=False)[0]
+            axes = figure.subplots(1, len(panels))
             for axis, (title, keys) in zip(axes, panels.items(), strict=True):
                 for key in keys:
-                    rows = [row for row in self.rows if row.get(key) is not None]
-                    axis.plot([row["global_step"] for row in rows], [row[key] for row in rows], ".-")
+                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
+                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
                 axis.set(title=title, xlabel=xlabel)
-                axis.legend(keys)
+                axis.legend()
             figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
@@ -876,10 +856,6 @@ def gather_rows(rows: dict, world_size: int) -> dict:
 
 
 # --- main ---
-def scramble(answer: str, rng) -> str:
-    return "".join(rng.sample(answer, len(answer)))
-
-
 def warm_start(lm, pairs, tokenizer, args):
     """Supervised steps on scrambled answers: right in form, and right in content by chance only."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
@@ -887,13 +863,12 @@ def warm_start(lm, pairs, tokenizer, args):
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        texts = [prompt + scramble(answer, rng) + tokenizer.eos_token for prompt, answer in batch]
+        scrambled = [prompt + "".join(rng.sample(answer, len(answer))) for prompt, answer in batch]
+        texts = [text + tokenizer.eos_token for text in scrambled]
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        prompt_lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # letters
-        mask = tokens.attention_mask.bool()
-        is_answer = mask & (positions(mask) >= prompt_lengths)
-        loss = lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss
-        loss.backward()
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
+        lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -962,7 +937,8 @@ def main(args: Args) -> dict[str, float]:
         dcp.set_state_dict(policy, optimizer, **states, options=FULL)
         iteration, skipped_steps, best_score, stale_evals = saved["counters"]
         kl_coef = saved["kl_coef"] if args.adaptive_kl else args.kl_coef
-        global_step, rows, metrics = iteration * args.batch_size, saved["rows"], saved["rows"][-1]
+        global_step, rows = iteration * args.batch_size, saved["rows"]
+        metrics = {name: x for name, x in rows[-1].items() if x is not None}
     # v2: buffer
     buffer, draws, trained, last_kl = ReplayBuffer(args), 0, 0, 0.0
     if args.use_replay_buffer and iteration:
@@ -1055,7 +1031,7 @@ def main(args: Args) -> dict[str, float]:
                 num_tokens = batch["response_mask"][mb_inds].sum()
                 # v1: accumulate, distributed
                 stats = 0
-                for inds in mb_inds[rank::world_size].chunk(args.gradient_accumulation_steps):
+                for inds in mb_inds[rank::world_size].tensor_split(args.gradient_accumulation_steps):
                     mb = {name: x[inds] for name, x in batch.items()}
                     loss, micro_stats = ppo_loss(policy, mb, num_tokens, args)
                     loss.backward()
@@ -1162,7 +1138,8 @@ def main(args: Args) -> dict[str, float]:
         "samples used per sample generated": ["sample_efficiency", "avg_sample_reuse"],
     }
     run.close("answers generated", panels)
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
+    score = metrics.get("eval/score", math.nan)
+    print(f"eval/score {score:.3f} after {global_step} answers: {run.dir}")
     return metrics
 
 

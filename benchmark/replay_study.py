@@ -38,18 +38,22 @@ TASKS = {  # options, and the accuracy whose cost is reported
     "noisy": (dict(), 0.9, "3-4 digits, one verdict in ten is wrong"),
 }
 REPLAY = dict(use_replay_buffer=True)
-GUIDE = REPLAY | dict(replay_advantages="all", min_replay_size=100, replay_sample_size=32, priority_alpha=0.6)
+GUIDE = REPLAY | dict(replay_advantages="all", replay_buffer_size=1000, replay_sample_size=32, priority_alpha=0.6)
 GUIDE |= dict(priority_beta=0.4, priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4)
-ARMS = {  # name: options; "sft" means rejection sampling
+ARMS = {  # name: options. `sft` and `mean_baseline` are not options of the script but patches below
     "plain PPO": {},
     "rejection sampling": dict(sft=True),
     "replay": REPLAY,
     "replay, guide, uniform": GUIDE | dict(use_priority_sampling=False),
-    "replay, guide, PER": GUIDE,
+    "replay, guide, PER": GUIDE | dict(use_priority_sampling=True),
     "plain PPO, whitened": dict(norm_adv=True),
+    "plain PPO, own critic": dict(separate_critic=True),
+    "plain PPO, no critic": dict(mean_baseline=True, vf_coef=0.0),
+    "replay, own critic": REPLAY | dict(separate_critic=True),
+    "replay, no critic": REPLAY | dict(mean_baseline=True, vf_coef=0.0),
 }
-ONLY = {"replay, guide, uniform": ("default", "rare"), "replay, guide, PER": ("default", "rare")}
-ONLY |= {"plain PPO, whitened": ("default", "rare")}  # arms that answer a question of these tasks alone
+ONLY = {arm: ("default", "rare") for arm in list(ARMS)[3:]}  # arms that answer a question of these tasks alone
+CRITICS = ["plain PPO", *[arm for arm in ARMS if "critic" in arm], "replay"]
 CHANGES = [{}, dict(batch_size=64), dict(batch_size=256), dict(learning_rate=2e-4), dict(learning_rate=1e-3)]
 CHANGES += [dict(update_epochs=4)]  # one at a time, from the defaults
 GRIDS = {
@@ -59,12 +63,6 @@ GRIDS = {
     + [dict(learning_rate=2e-4, steps=8), dict(learning_rate=1e-3, steps=2)],
     "replay": CHANGES + [dict(replay_sample_size=128)],
 }
-
-
-def grid(task, arm):
-    """Seven settings an arm; on `long`, whose runs take minutes, the learning rate alone."""
-    settings = GRIDS.get(arm, [])
-    return [s for s in settings if s.keys() <= {"learning_rate", "steps"} and s.get("steps", 4) == 4 or task != "long"]
 
 
 def rejection_sampling(args, policy, train, evaluate, rollout, steps: int):
@@ -91,11 +89,22 @@ def rejection_sampling(args, policy, train, evaluate, rollout, steps: int):
     return curve
 
 
+class RepeatedScramble(random.Random):
+    """Scrambles an answer of the task `long` as one: its repeats stay equal to each other."""
+
+    def sample(self, population, k):
+        if not isinstance(population, str):
+            return super().sample(population, k)
+        return super().sample(population[: k // REPEATS], k // REPEATS) * REPEATS
+
+
 WARM = {}  # (seed, task) -> weights: the warm start is the same for all arms
 
 
-def prepare(module, task):
-    """Let a script remember its warm start, and give it the tasks that are not options of it."""
+def prepare(module, task, mean_baseline=False):
+    """Let a script remember its warm start, and give it what is no option of it.  -> what undoes this"""
+    names = ("warm_start", "make_task", "rollout", "compute_gae", "time", "random")
+    before = {name: vars(module)[name] for name in names}
     plain_start, plain_task, plain_rollout = module.warm_start, module.make_task, module.rollout
 
     def warm_start(lm, pairs, tokenizer, args):
@@ -107,8 +116,7 @@ def prepare(module, task):
 
     module.warm_start = warm_start
     if task == "long":
-        plain_scramble = module.scramble
-        module.scramble = lambda answer, rng: plain_scramble(answer[: len(answer) // REPEATS], rng) * REPEATS
+        module.random = types.SimpleNamespace(Random=RepeatedScramble)
 
         def make_task(args, tokenizer):
             train, held_out, verifier = plain_task(args, tokenizer)
@@ -126,10 +134,15 @@ def prepare(module, task):
             return rows
 
         module.rollout = rollout
-    return lambda: vars(module).update(
-        warm_start=plain_start, make_task=plain_task, rollout=plain_rollout,
-        scramble=plain_scramble if task == "long" else module.scramble,
-    )  # fmt: skip
+    if mean_baseline:
+
+        def compute_gae(rewards, values, mask, gamma, gae_lambda):
+            """No critic: what an answer earns from here on, less the mean over all tokens of the batch."""
+            returns = rewards.flip(1).cumsum(1).flip(1) * mask
+            return (returns - module.masked_mean(returns, mask)) * mask
+
+        module.compute_gae = compute_gae
+    return lambda: vars(module).update(before)
 
 
 def run(task, arm, setting, seed):
@@ -139,8 +152,9 @@ def run(task, arm, setting, seed):
     answers, sft, steps = flags.pop("answers", 5_120), flags.pop("sft", False), flags.pop("steps", 0)
     batch_size = flags.get("batch_size", ppo_v2.Args.batch_size)
     flags |= dict(num_iterations=answers // batch_size, eval_every=max(1, answers // 20 // batch_size))
-    restore = prepare(ppo_v2, task)
+    restore = prepare(ppo_v2, task, flags.pop("mean_baseline", False))
     ppo_v2.time = types.SimpleNamespace(time=time.process_time)  # other load on the machine must not count
+    ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
     stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -168,26 +182,28 @@ def run(task, arm, setting, seed):
     for row in rows:
         seconds += row.get("time/rollout", 0) + row.get("time/update", 0)
         if "eval/score" in row:
-            curve.append((row["global_step"], seconds, row["eval/score"]))
+            curve.append((row["global_step"], seconds, row["eval/score"], row.get("losses/explained_variance")))
     return curve
 
 
 # --- tables ---
-COLUMNS = ["task", "arm", "setting", "seed", "answers", "seconds", "accuracy"]
+COLUMNS = ["task", "arm", "setting", "seed", "answers", "seconds", "accuracy", "explained_variance"]
 
 
 def read(path):
-    """{(task, arm, setting, seed): [(answers, seconds, accuracy), ...]}"""
+    """{(task, arm, setting, seed): [(answers, seconds, accuracy, explained variance or None), ...]}"""
     curves = {}
     for row in csv.DictReader(open(path)) if path.exists() else ():
         key = row["task"], row["arm"], row["setting"], int(row["seed"])
-        curves.setdefault(key, []).append((int(row["answers"]), float(row["seconds"]), float(row["accuracy"])))
+        point = int(row["answers"]), float(row["seconds"]), float(row["accuracy"])
+        explained = row.get("explained_variance")
+        curves.setdefault(key, []).append((*point, float(explained) if explained else None))
     return curves
 
 
 def area(curve):
     """Mean accuracy over the run: higher is sooner."""
-    return statistics.mean(accuracy for _, _, accuracy in curve[1:])
+    return statistics.mean(point[2] for point in curve[1:])
 
 
 def best_settings(tuning):
@@ -216,20 +232,38 @@ def median_of(values):
     return "–" if middle == float("inf") else f"{middle:.0f}"
 
 
-def table(task, curves, settings):
-    lines = ["| arm | accuracy at the end, by seed | mean over the run | answers | CPU s | of 5 | setting |",
+def short(value: float) -> str:
+    return f"{value:.2f}".replace("0.", ".")
+
+
+def table(task, curves):
+    """One row an arm: end and mean over the run, cost of the task's threshold (median of the seeds), its flags."""
+    lines = ["| arm | accuracy at the end, seeds 1–5 | mean over the run | answers | CPU s | got there | tuned flags |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
-    for arm in ARMS:
+    for arm in (arm for arm in ARMS if arm not in CRITICS or arm in GRIDS):
         mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
-        if not mine:
-            continue
-        ends = " ".join(f"{curve[-1][2]:.2f}".removeprefix("0") for curve in mine)
-        threshold = TASKS[task][1]
-        spent = [[reach(curve, threshold, column) for curve in mine] for column in (0, 1)]
-        there = sum(value is not None for value in spent[0])
-        cost = f"{median_of(spent[0])} | {median_of(spent[1])} | {there}"
-        setting = words(next(key[2] for key in curves if key[:2] == (task, arm)))
-        lines.append(f"| {arm} | {ends} | {statistics.mean(map(area, mine)):.2f} | {cost} | {setting} |")
+        if mine:
+            ends = " ".join(short(curve[-1][2]) for curve in mine)
+            spent = [[reach(curve, TASKS[task][1], column) for curve in mine] for column in (0, 1)]
+            there = f"{sum(value is not None for value in spent[0])} of {len(mine)}"
+            cost = f"{median_of(spent[0])} | {median_of(spent[1])} | {there}"
+            setting = words(next(key[2] for key in curves if key[:2] == (task, arm)))
+            lines.append(f"| {arm} | {ends} | {short(statistics.mean(map(area, mine)))} | {cost} | {setting} |")
+    return "\n".join(lines)
+
+
+def critic_table(curves):
+    lines = ["| arm | " + " | ".join(f"{task}: end, explained variance, CPU s" for task in ONLY[CRITICS[1]]) + " |",
+             "|---|---|---|"]  # fmt: skip
+    for arm in CRITICS:
+        cells = []
+        for task in ONLY[CRITICS[1]]:
+            mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
+            end, seconds = (statistics.mean(c[-1][i] for c in mine) if mine else 0 for i in (2, 1))
+            known = [point[3] for curve in mine for point in curve[len(curve) // 2 :] if point[3] is not None]
+            explained = "–" if "no critic" in arm or not known else f"{statistics.mean(known):+.2f}"
+            cells.append(f"{short(end)}, {explained}, {seconds:.0f}")
+        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -242,10 +276,48 @@ def grid_table(tuning):
             cells = []
             for task in TASKS:
                 areas = [area(tuning[key]) for key in tuning if key[:3] == (task, arm, setting)]
-                cell = f"{statistics.mean(areas):.2f}".removeprefix("0") if areas else ""
+                cell = short(statistics.mean(areas)) if areas else ""
                 cells.append(f"**{cell}**" if best.get((task, arm)) == setting else cell)
             lines.append(f"| {arm} | {words(setting)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+COLOURS = {"plain PPO": "tab:blue", "rejection sampling": "tab:orange", "replay": "tab:green"}
+COLOURS |= {"plain PPO, whitened": "tab:red", "replay, guide, uniform": "tab:purple"}
+PANELS = [  # task, column of the x-axis, arms, message
+    ("default", 0, list(COLOURS)[:3], "1 in 10 right at the start:\nanything works"),
+    ("rare", 0, list(COLOURS)[:3], "1 in 100: imitation and replay\nare sooner"),
+    ("rarer", 0, list(COLOURS)[:3], "1 in 1000: plain PPO finds nothing"),
+    ("noisy", 0, list(COLOURS)[:3], "1 verdict in 10 is wrong:\nimitation copies luck"),
+    ("rare", 1, list(COLOURS)[:3], "1 in 100, by CPU time"),
+    ("rare", 0, ["plain PPO", "plain PPO, whitened"], "1 in 100: what whitening costs"),
+]
+
+
+def draw(curves, path):
+    """Mean over the seeds and their range, each line named where it ends."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    for axis, (task, column, arms, message) in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        ends = []
+        for arm in arms:
+            mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
+            if mine:
+                x = [statistics.mean(points) for points in zip(*[[p[column] for p in c] for c in mine], strict=True)]
+                y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
+                middle = list(map(statistics.mean, y))
+                axis.plot(x, middle, color=COLOURS[arm])
+                axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=COLOURS[arm], alpha=0.12)
+                ends.append((middle[-1], x[-1], arm))
+        height = -1.0
+        for end, x, arm in sorted(ends):  # labels keep a distance from each other
+            height = max(end, height + 0.07)
+            axis.text(x, height, " " + arm.replace(", ", "\n "), color=COLOURS[arm], fontsize=8, va="center")
+        axis.set(title=message, ylim=(0, 1.03), ylabel="accuracy, greedy, held-out")
+        axis.set_xlabel("CPU seconds of sampling and updating" if column else "answers generated")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
 
 
 def main():
@@ -260,11 +332,12 @@ def main():
     best, done = best_settings(read(tuning_path)), read(path)
     jobs = []
     for task in options.tasks:
-        for seed in TUNING_SEEDS if options.tune else SEEDS:
+        seeds = TUNING_SEEDS if options.tune else SEEDS
+        for seed in seeds if task != "long" or not options.tune else ():  # minutes each: as tuned on `default`
             for arm in options.arms:
                 if task in ONLY.get(arm, TASKS):
-                    tuned = best.get((task, arm), "{}")  # the others at the defaults
-                    settings = map(json.dumps, grid(task, arm)) if options.tune else [tuned]
+                    tuned = best.get((task if task != "long" else "default", arm), "{}")  # others: the defaults
+                    settings = map(json.dumps, GRIDS.get(arm, [])) if options.tune else [tuned]
                     jobs += [(task, arm, setting, seed) for setting in settings]
     jobs = [] if options.tables else [job for job in jobs if job not in done]
     for i, (task, arm, setting, seed) in enumerate(jobs, 1):
@@ -273,13 +346,17 @@ def main():
         with open(path, "a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows([COLUMNS] if new else [])
-            rows = [(answers, round(seconds, 2), round(accuracy, 4)) for answers, seconds, accuracy in curve]
+            rows = [[point[0], *(round(x, 4) if x is not None else "" for x in point[1:])] for point in curve]
             writer.writerows([[task, arm, setting, seed, *row] for row in rows])
-        print(f"[{i}/{len(jobs)}] {task}, {arm}, {setting}, seed {seed}: {curve[-1][2]:.3f}, {curve[-1][1]:.0f} s", flush=True)
+        done = f"{task}, {arm}, {setting}, seed {seed}: {curve[-1][2]:.3f}, {curve[-1][1]:.0f} s"
+        print(f"[{i}/{len(jobs)}] {done}", flush=True)
     curves, tuning = read(study_path), read(tuning_path)
     print(f"\nmean accuracy over the run, tuning seeds\n\n{grid_table(tuning)}")
     for task, (_, threshold, title) in TASKS.items():
-        print(f"\n{task}: {title}; answers and CPU seconds to {threshold}\n\n{table(task, curves, best)}")
+        print(f"\n{task}: {title}; answers and CPU seconds to {threshold}\n\n{table(task, curves)}")
+    print(f"\n{critic_table(curves)}")
+    if curves:
+        draw(curves, HERE.parent / "docs" / "replay_study.png")
 
 
 if __name__ == "__main__":
