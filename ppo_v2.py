@@ -748,13 +748,13 @@ class Run:
             from matplotlib.figure import Figure
 
             (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-            axes = figure.subplots(1, len(panels))
-            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+            height = math.ceil(len(panels) / 4)
+            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+            for i, (title, keys) in enumerate(panels.items(), 1):
+                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
                 for key in keys:
                     points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
                     axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.set(title=title, xlabel=xlabel)
                 axis.legend()
             figure.savefig(self.dir / "curves.png")
         if self.wandb:
@@ -1132,11 +1132,14 @@ def main(args: Args) -> dict[str, float]:
         "how far the policy moves, nats per token": ["losses/approx_kl", "losses/ref_kl"],
         "entropy, nats per token": ["losses/entropy"],
         "what the critic predicts": ["losses/explained_variance"],
-        # v2: status
-        "rollouts in the buffer": ["buffer_size"],
-        "replayed: distance to mu, effective share": ["replay/kl_behaviour", "replay/ess"],
-        "samples used per sample generated": ["sample_efficiency", "avg_sample_reuse"],
     }
+    if args.use_replay_buffer:  # v2: status
+        panels |= {
+            "answers in the buffer": ["buffer_size"],
+            "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
+            "replayed: nats from the sampler, effective share": ["replay/kl_behaviour", "replay/ess"],
+            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
+        }
     run.close("answers generated", panels)
     score = metrics.get("eval/score", math.nan)
     print(f"eval/score {score:.3f} after {global_step} answers: {run.dir}")

@@ -1,7 +1,7 @@
 """What the two commands of the README do, nothing else set, on five seeds each. Seconds are CPU time.
 
-    python benchmark/ppo_default.py             # about four minutes; writes ppo_default.csv and prints the table
-    python benchmark/ppo_default.py --table     # the table from the CSV
+python benchmark/ppo_default.py             # about four minutes; writes ppo_default.csv and prints the table
+python benchmark/ppo_default.py --table     # the table from the CSV
 """
 
 import argparse

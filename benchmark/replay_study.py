@@ -52,7 +52,8 @@ ARMS = {  # name: options. `sft` and `mean_baseline` are not options of the scri
     "replay, own critic": REPLAY | dict(separate_critic=True),
     "replay, no critic": REPLAY | dict(mean_baseline=True, vf_coef=0.0),
 }
-ONLY = {arm: ("default", "rare") for arm in list(ARMS)[3:]}  # arms that answer a question of these tasks alone
+ONLY = {arm: ("rare",) for arm in list(ARMS)[3:]}  # arms that answer a question of one task alone
+ONLY |= {arm: ("default", "rare") for arm in ARMS if "guide" in arm}
 CRITICS = ["plain PPO", *[arm for arm in ARMS if "critic" in arm], "replay"]
 CHANGES = [{}, dict(batch_size=64), dict(batch_size=256), dict(learning_rate=2e-4), dict(learning_rate=1e-3)]
 CHANGES += [dict(update_epochs=4)]  # one at a time, from the defaults
@@ -253,17 +254,19 @@ def table(task, curves):
 
 
 def critic_table(curves):
-    lines = ["| arm | " + " | ".join(f"{task}: end, explained variance, CPU s" for task in ONLY[CRITICS[1]]) + " |",
-             "|---|---|---|"]  # fmt: skip
+    lines = [
+        "| arm | end, seeds 1–5 | mean over the run | explained variance, second half | CPU s |",
+        "|---|---|---|---|---|",
+    ]
     for arm in CRITICS:
-        cells = []
-        for task in ONLY[CRITICS[1]]:
-            mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
-            end, seconds = (statistics.mean(c[-1][i] for c in mine) if mine else 0 for i in (2, 1))
+        mine = [curves[key] for key in sorted(curves) if key[:2] == ("rare", arm)]
+        if mine:
+            ends = " ".join(short(curve[-1][2]) for curve in mine)
             known = [point[3] for curve in mine for point in curve[len(curve) // 2 :] if point[3] is not None]
-            explained = "–" if "no critic" in arm or not known else f"{statistics.mean(known):+.2f}"
-            cells.append(f"{short(end)}, {explained}, {seconds:.0f}")
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+            explained = "–" if "no critic" in arm else f"{statistics.mean(known):+.2f}"
+            cells = [ends, short(statistics.mean(map(area, mine))), explained]
+            seconds = statistics.mean(curve[-1][1] for curve in mine)
+            lines.append(f"| {arm} | " + " | ".join(cells) + f" | {seconds:.0f} |")
     return "\n".join(lines)
 
 

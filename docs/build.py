@@ -22,41 +22,41 @@ PAIRS = [("ppo.py", "ppo_v1.py"), ("ppo_v1.py", "ppo_v2.py"), ("sac_hybrid.py", 
 PICTURES = {"ppo_v2.py": "replay_study.png", "wsrl_warmup.py": "wsrl_study.png"}
 CONTEXT = 3  # unchanged lines shown around a hunk; the rest unfolds
 PROOFS = {  # marker -> tests, file::function
-    "v1: lr_schedule": ["test_v1.py::test_learning_rate"],
-    "v1: grad_accum": ["test_v1.py::test_gradient_accumulation_is_exact", "test_math.py::test_micro_batches_add_up"],
-    "v1: checkpoint": ["test_v1.py::test_killed_runs_end_like_one_never_stopped", "test_v1.py::test_bad_checkpoints"],
-    "v1: signals": ["test_v1.py::test_signal_finishes_saves_and_ends", "test_v1.py::test_second_signal_ends_at_once"],
-    "v1: text_log": ["test_v1.py::test_bookkeeping_changes_no_training_number"],
-    "v1: early_stopping": ["test_v1.py::test_early_stop_and_best", "test_v1.py::test_an_early_stop_survives_a_kill"],
-    "v1: best": ["test_v1.py::test_best_is_the_best"],
-    "v1: memory": ["test_v1.py::test_gradient_checkpointing_changes_no_number", "test_v1.py::test_bf16_stays_near"],
-    "v1: config": ["test_v1.py::test_training_config"],
-    "v1: nan_guard": ["test_v1.py::test_nan_reward_skips_the_update"],
-    "v1: metrics": ["test_docs.py::test_logged_keys_are_documented_and_back"],
-    "v1: adaptive_kl": ["test_v1.py::test_adaptive_kl_by_hand", "test_v1.py::test_resume_carries_controllers"],
-    "v1: target_kl": ["test_v1.py::test_target_kl_stops_the_epochs"],
-    "v1: clip": ["test_math.py::test_dual_clip_and_clip_higher"],
-    "v1: distributed": [
-        "test_v1.py::test_two_ranks_make_the_update_of_one",
-        "test_v1.py::test_two_ranks_resume_exactly",
+    "v1: checkpoint": [
+        "test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped",
+        "test_v1.py::test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped",
     ],
+    "v1: schedule": ["test_v1.py::test_learning_rate_schedule"],
+    "v1: accumulate": [
+        "test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch",
+        "test_math.py::test_micro_batches_add_up",
+    ],
+    "v1: memory": [
+        "test_math.py::test_token_logprobs_in_chunks_equal_the_whole_gradient_included",
+        "test_v1.py::test_gradient_checkpointing_has_no_dropout",
+        "test_v1.py::test_bf16_stays_near",
+    ],
+    "v1: best": [
+        "test_v1.py::test_best_and_final_folders_score_what_was_logged",
+        "test_v1.py::test_an_early_stop_says_why_and_a_resumed_run_ends_there_too",
+    ],
+    "v1: kl": ["test_math.py::test_adaptive_kl_by_hand", "test_v1.py::test_target_kl_stops_the_epochs"],
+    "v1: clip": ["test_math.py::test_dual_clip_and_clip_higher"],
+    "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
+    "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
     "v2: buffer": [
         "test_v2.py::test_draws_follow_the_priorities",
         "test_v2.py::test_drawn_data_is_what_was_sampled",
-        "test_v2.py::test_killed_with_a_buffer",
+        "test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped",
     ],
     "v2: correction": [
         "test_v2.py::test_corrections_by_hand",
-        "test_v2.py::test_unchanged_weights_give_ratio_and_weight_one",
-        "test_v2.py::test_a_sample_counts_by_its_weight",
+        "test_v2.py::test_unchanged_weights_give_ratio_one_and_weight_one",
+        "test_v2.py::test_fresh_rows_weigh_exactly_one_and_stale_rows_what_they_should",
     ],
-    "v2: imitation": [
-        "test_v2.py::test_gains_by_hand",
-        "test_v2.py::test_the_critic_learns_from_fresh_rollouts_only",
-    ],
+    "v2: imitation": ["test_v2.py::test_the_critic_learns_from_fresh_rollouts_only_with_gains"],
     "v2: mix": ["test_v2.py::test_every_minibatch_mixes_in_proportion"],
-    "v2: controllers": ["test_v2.py::test_adaptive_reuse_follows_the_last_kl", "test_v2.py::test_buffer_grows"],
-    "v2: status": ["test_v2.py::test_efficiency_counts_what_entered_an_update"],
+    "v2: status": ["test_v2.py::test_efficiency_by_hand", "test_v2.py::test_status_line"],
 }
 
 

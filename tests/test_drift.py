@@ -7,7 +7,16 @@ from collections import defaultdict
 from conftest import ROOT
 
 SCRIPTS = sorted(ROOT.glob("*.py"))
-DIVERGES = {"Args": "fields differ by design", "main": "the algorithm"}  # name -> reason, reviewed like code
+DIVERGES = {  # name -> reason, reviewed like code
+    "Args": "fields differ by design",
+    "main": "the algorithm",
+    "ppo_loss": "ppo_v1.py adds clips, ppo_v2.py weights",
+}
+PARENT = {  # what ppo.py has in its plain form; all other copies must agree
+    "evaluate": "ranks agree on the score",
+    "policy_loss": "the dual clip",
+    "token_logprobs": "a few rows of logits at a time",
+}
 
 
 def blocks():
@@ -17,7 +26,8 @@ def blocks():
         for node in ast.parse("\n".join(lines)).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 start = min(n.lineno for n in [node, *node.decorator_list]) - 1  # decorators count, too
-                found[node.name]["\n".join(lines[start : node.end_lineno])].append(path.name)
+                if path.name != "ppo.py" or node.name not in PARENT:
+                    found[node.name]["\n".join(lines[start : node.end_lineno])].append(path.name)
     return found
 
 
@@ -26,8 +36,11 @@ def test_same_name_same_body():
     assert not drifted, f"align the copies or rename one: {drifted}"
 
 
-def test_no_stale_exception():
+def test_no_stale_exception(monkeypatch):
     assert all(len(blocks()[n]) > 1 for n in DIVERGES), "copies agree again: drop the exception"
+    extended = list(PARENT)
+    monkeypatch.setattr("test_drift.PARENT", {})
+    assert all(len(blocks()[n]) > 1 for n in extended), "copies agree again: drop the exception"
 
 
 def test_a_shared_block_stands_in_one_section():
@@ -43,15 +56,14 @@ def test_a_shared_block_stands_in_one_section():
 
 
 def fields_of(path):
-    """{field: (type, doc)} of the Args class."""
-    tree = ast.parse(path.read_text())
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    """{field: (type, doc)} of the Args class; the doc is the comment at the end of the line, which --help shows."""
+    source = path.read_text()
+    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
     fields = {}
-    for node, after in zip(body, body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign):
-            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            assert documented, f"{path.name}: {node.target.id} has no doc"
-            fields[node.target.id] = ast.unparse(node.annotation), after.value.value
+    for node in (node for node in body if isinstance(node, ast.AnnAssign)):
+        doc = source.splitlines()[node.end_lineno - 1][node.end_col_offset :].strip()
+        assert doc.startswith("# "), f"{path.name}: {node.target.id} has no doc"
+        fields[node.target.id] = ast.unparse(node.annotation), doc
     return fields
 
 
@@ -59,17 +71,7 @@ OTHER_UNITS = {  # name -> why the language-model scripts and each of the SAC sc
     "batch_size": "answers sampled, rows of an update",
     "eval_every": "iterations, environment steps",
     "gamma": "per token, per environment step",
-    "hidden_size": "of the language model, of actor and critics",
-    "log_interval": "iterations, environment steps",
-    # sac_hybrid.py fills what is left out by environment, wsrl_warmup.py by preset and task
-    "buffer_size": "frames, transitions",
-    "env_id": "one is built in, Gymnasium only",
-    "eval_episodes": "they choose the policy, they judge it",
-    "init_alpha": "other default rule",
-    "lr": "other default rule",
-    "num_critics": "fixed, by preset",
-    "num_sampled_critics": "fixed, by preset",
-    "tau": "other default rule",
+    "save_every": "iterations, environment steps",
 }
 
 
@@ -77,7 +79,7 @@ def test_shared_options_have_one_type_and_one_doc():
     seen = defaultdict(lambda: defaultdict(list))
     for path in SCRIPTS:
         for name, meaning in fields_of(path).items():
-            family = path.name[:3] if name in OTHER_UNITS and path.name[:3] in ("sac", "wsr") else ""
+            family = path.name[:3] if name in OTHER_UNITS else ""
             seen[name, family][meaning].append(path.name)
     assert not {name: dict(v) for name, v in seen.items() if len(v) > 1}
 

@@ -27,7 +27,7 @@ def test_every_marker_has_its_words_and_its_proof():
     known = {}
     for _, child in build.PAIRS[:2]:
         known |= build.read_markers((ROOT / child).read_text())
-    assert known.keys() == build.PROOFS.keys() and len(known) == 21
+    assert known.keys() == build.PROOFS.keys() and len(known) == 14
     assert known["v2: mix"] == "every minibatch holds fresh and replayed rows in proportion"
     assert "arXiv:2110.00641" in known["v2: correction"]  # on a continuation line
 
@@ -35,7 +35,7 @@ def test_every_marker_has_its_words_and_its_proof():
 def test_every_link_inside_the_page_resolves(page):
     targets = set(re.findall(r'id="?([^"> ]+)', page))
     links = re.findall(r'href="?#([^"> ]+)', page)
-    assert len(links) > 60 and set(links) <= targets
+    assert len(links) > 40 and set(links) <= targets
     outside = set(re.findall(r'href="?(https?://[^"> ]+)', page))
     assert outside and all(re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", link) for link in outside)
 
