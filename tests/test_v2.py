@@ -2,7 +2,6 @@
 
 import math
 import re
-from unittest import mock
 
 import pytest
 import torch
@@ -30,13 +29,10 @@ def filled(births, reuses, priorities=None, **options):
 
 
 def frequencies(buffer, size, iteration=2, draws=4000):
-    """How often each sample is drawn."""
+    """How much of what is drawn is each sample."""
     torch.manual_seed(0)
-    with mock.patch.object(ppo_v2, "draw_weights", lambda odds, *rest: odds):  # not asked for here, and not free
-        for _ in range(draws):
-            drawn, _ = buffer.draw(size, iteration, 10**9, 0.0)
-            assert len({id(sample) for sample in drawn}) == size, "without replacement"
-    return [sample["reuse"] / draws for sample in buffer.samples]
+    ids = [id(sample) for _ in range(draws) for sample in buffer.draw(size, iteration, 10**9, 0.0)[0]]
+    return [ids.count(id(sample)) / len(ids) for sample in buffer.samples]
 
 
 # --- which are drawn ---
@@ -52,11 +48,15 @@ def test_priorities_are_mean_gains_or_mean_sizes():
         assert buffer.priorities(advantages, mask) == pytest.approx(expected, rel=1e-6)
 
 
-def test_draws_follow_the_priorities_one_after_the_other_without_replacement():
-    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4]), 1) == pytest.approx(PER, abs=0.025)
-    second = [sum(PER[j] * PER[i] / (1 - PER[j]) for j in range(3) if j != i) for i in range(3)]
-    expected = [a + b for a, b in zip(PER, second, strict=True)]
-    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4]), 2) == pytest.approx(expected, abs=0.025)
+@pytest.mark.parametrize("size", [1, 3])
+def test_draws_follow_the_priorities_with_replacement(size):
+    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4]), size) == pytest.approx(PER, abs=0.025)
+
+
+def test_an_iteration_counts_once_however_often_it_draws_a_rollout():
+    buffer = filled([1, 1, 1], [0, 0, 0], [1, 2, 1e9])
+    assert [sample["score"] for sample in buffer.draw(3, 2, 4, 0.0)[0]] == [2.0] * 3
+    assert [sample["reuse"] for sample in buffer.samples] == [0, 0, 1]
 
 
 def test_the_odds_of_a_rollout_fall_with_its_age():
@@ -71,23 +71,24 @@ def test_uniform_draws_weigh_one():
     assert frequencies(buffer, 1, draws=6000) == pytest.approx([1 / 6] * 6, abs=0.025)
 
 
-def test_few_of_many_draws_have_the_weights_of_per():
-    odds = tensor([1.0, 2, 4], dtype=torch.float64).repeat(10_000) ** 0.6
-    found = ppo_v2.draw_weights(odds, 1, beta=0.4)[:3]
-    assert found.tolist() == pytest.approx([1, 0.8467453, 0.7169776], abs=1e-4)
-
-
-def test_weights_undo_draws_without_replacement():
-    """32 of 64 at odds 10:1. The four likely ones hold 4/64 of the buffer; (N P)^-1 would make of it .014."""
+def test_weights_of_prioritized_draws_by_hand():
     torch.manual_seed(0)
-    odds = tensor([10.0] * 4 + [1.0] * 60, dtype=torch.float64)
-    draws = torch.stack([odds.multinomial(32) for _ in range(4000)])  # (4000,32)
-    chances = torch.bincount(draws.flatten(), minlength=64) / 4000
-    found = ppo_v2.draw_weights(odds, 32, beta=1.0)
-    expected = chances[4:].mean() / chances[:4].mean()  # the unlikely ones weigh 1
-    assert (found[:4] / found[4:].max()).tolist() == pytest.approx([expected.item()] * 4, rel=0.02)
-    shares = (found[draws] * (draws < 4)).sum(1) / found[draws].sum(1)
-    assert shares.mean().item() == pytest.approx(4 / 64, rel=0.03)
+    found = {}
+    while len(found) < 3:  # until a draw of three holds each: the largest weight drawn is 1
+        drawn, drawn_weights = filled([1, 1, 1], [0, 0, 0], [1, 2, 4]).draw(3, 2, 4, beta=0.4)
+        found = {sample["score"]: weight.item() for sample, weight in zip(drawn, drawn_weights, strict=True)}
+    assert [found[i] for i in range(3)] == pytest.approx([1, 0.8467453, 0.7169776], abs=1e-6)
+
+
+def test_weights_undo_the_odds_even_where_much_of_the_buffer_is_drawn():
+    """32 of 64 at odds 10:1. The four likely ones are 4/64 of the buffer, and are to count for that."""
+    torch.manual_seed(0)
+    buffer, shares = filled([1] * 64, [0] * 64, [10] * 4 + [1] * 60, priority_alpha=1.0), []
+    for _ in range(2000):
+        drawn, drawn_weights = buffer.draw(32, 2, 10**9, beta=1.0)
+        likely = tensor([sample["score"] < 4 for sample in drawn])
+        shares.append(drawn_weights[likely].sum() / drawn_weights.sum())
+    assert torch.stack(shares).mean().item() == pytest.approx(4 / 64, rel=0.05)
 
 
 # --- how long they stay ---
@@ -275,12 +276,12 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
     assert "EFF will come near 3.00x" in capsys.readouterr().out
     keep = []  # so that no id is used twice
     for (_, _, iteration, *_), (samples, _) in draws:
-        for sample in samples:
+        for sample in {id(sample): sample for sample in samples}.values():
             keep.append(sample)
             counts[id(sample)] = counts.get(id(sample), 0) + 1
             assert 1 <= iteration - sample["birth"] <= 20, "older rollouts only, and none beyond the threshold"
     assert max(counts.values()) == max_reuse
-    assert metrics["sample_efficiency"] == (4 * 60 + sum(counts.values())) / (4 * 60)
+    assert metrics["sample_efficiency"] == (4 * 60 + sum(len(samples) for _, (samples, _) in draws)) / (4 * 60)
 
 
 @pytest.mark.parametrize("max_reuse, slow", [(6, 2), (2, 1)])
