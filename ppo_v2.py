@@ -146,7 +146,8 @@ class Args:
         zero += "warmup_steps early_stopping_patience early_stopping_threshold".split()  # v1: all
         zero += "priority_alpha priority_beta priority_beta_increment".split()  # v2: buffer
         for name, value in vars(self).items():
-            least, most = 0 if name in zero else 1e-9, 1 if name[:2] == "ga" else sys.maxsize
+            least = 0 if name in zero else 1e-9
+            most = 1 if name in ("gamma", "gae_lambda") else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
@@ -243,7 +244,9 @@ def make_task(args, tokenizer):
         print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
     held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
     train = [pair for pair in fits if pair[0] not in held_out]
-    return train or sys.exit(f"--task {args.task}: too few prompts"), [*held_out.items()], verifier
+    if not train:
+        sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
+    return train, list(held_out.items()), verifier
 
 
 def make_scorer(args, verifier, device):
