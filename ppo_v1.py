@@ -623,6 +623,21 @@ def save_model(policy, tokenizer, folder: Path):
         os.replace(f"{folder}.tmp", folder)
 
 
+# v1: memory
+def save_memory(policy, reference, args):
+    """Gradient checkpointing (it works in train() only: dropout has to go) and bf16 autocast."""
+    for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
+        trunk.gradient_checkpointing_enable()
+        for module in trunk.modules():
+            for name in [k for k, x in vars(module).items() if type(x) is float]:
+                if "drop" in name or isinstance(module, nn.Dropout):
+                    setattr(module, name, 0.0)
+    for model in filter(None, (policy, reference)) if args.bf16 else ():
+        autocast = torch.autocast(policy.eos_ids.device.type, torch.bfloat16)
+        model.forward, model.step = autocast(model.forward), autocast(model.step)
+
+
+# v1: distributed
 def init_distributed(device):
     """-> rank, number of ranks, this rank's device; 0, 1, device without torchrun"""
     if "WORLD_SIZE" not in os.environ:
@@ -723,17 +738,7 @@ def main(args: Args) -> dict[str, float]:
         reference = PolicyWithValue(copy.deepcopy(lm), eos_ids, args.temperature)
         reference.to(device).requires_grad_(False)
     policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    # v1: memory
-    if args.gradient_checkpointing:  # works in train() only, and dropout would be noise in ratios
-        for trunk in filter(None, (policy.lm, policy.critic)):
-            trunk.gradient_checkpointing_enable()
-        for module in policy.modules():
-            rates = [k for k in vars(module) if "drop" in k or (k == "p" and "Drop" in repr(module))]
-            vars(module).update({k: 0.0 for k in rates if isinstance(vars(module)[k], float)})
-    if args.bf16:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        for model in filter(None, (policy, reference)):
-            model.forward, model.step = autocast(model.forward), autocast(model.step)
+    save_memory(policy, reference, args)  # v1: memory
     # v1: distributed
     for parameter in policy.parameters() if world_size > 1 else ():
         dist.broadcast(parameter.data, 0)

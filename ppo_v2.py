@@ -485,7 +485,7 @@ def effective_sample_size(weights):
 
 
 def forecast_efficiency(batch_size: int, sample_size: int, max_reuse: int) -> tuple[float, str]:
-    """Samples that enter an update per sample generated, in the long run, and what limits it."""
+    """Samples that enter an update per sample generated, at most, and what limits it."""
     if sample_size <= max_reuse * batch_size:
         return 1 + sample_size / batch_size, f"{sample_size} drawn per {batch_size} generated"
     return 1 + max_reuse, f"at most {max_reuse} draws of each"
@@ -800,6 +800,21 @@ def save_model(policy, tokenizer, folder: Path):
         os.replace(f"{folder}.tmp", folder)
 
 
+# v1: memory
+def save_memory(policy, reference, args):
+    """Gradient checkpointing (it works in train() only: dropout has to go) and bf16 autocast."""
+    for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
+        trunk.gradient_checkpointing_enable()
+        for module in trunk.modules():
+            for name in [k for k, x in vars(module).items() if type(x) is float]:
+                if "drop" in name or isinstance(module, nn.Dropout):
+                    setattr(module, name, 0.0)
+    for model in filter(None, (policy, reference)) if args.bf16 else ():
+        autocast = torch.autocast(policy.eos_ids.device.type, torch.bfloat16)
+        model.forward, model.step = autocast(model.forward), autocast(model.step)
+
+
+# v1: distributed
 def init_distributed(device):
     """-> rank, number of ranks, this rank's device; 0, 1, device without torchrun"""
     if "WORLD_SIZE" not in os.environ:
@@ -900,17 +915,7 @@ def main(args: Args) -> dict[str, float]:
         reference = PolicyWithValue(copy.deepcopy(lm), eos_ids, args.temperature)
         reference.to(device).requires_grad_(False)
     policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    # v1: memory
-    if args.gradient_checkpointing:  # works in train() only, and dropout would be noise in ratios
-        for trunk in filter(None, (policy.lm, policy.critic)):
-            trunk.gradient_checkpointing_enable()
-        for module in policy.modules():
-            rates = [k for k in vars(module) if "drop" in k or (k == "p" and "Drop" in repr(module))]
-            vars(module).update({k: 0.0 for k in rates if isinstance(vars(module)[k], float)})
-    if args.bf16:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        for model in filter(None, (policy, reference)):
-            model.forward, model.step = autocast(model.forward), autocast(model.step)
+    save_memory(policy, reference, args)  # v1: memory
     # v1: distributed
     for parameter in policy.parameters() if world_size > 1 else ():
         dist.broadcast(parameter.data, 0)
@@ -951,7 +956,7 @@ def main(args: Args) -> dict[str, float]:
         sample_size = round(args.batch_size * (1 - ratio) / ratio)
     if args.use_replay_buffer:  # v2: status
         limits = (args.batch_size, sample_size, args.max_replay_reuse)
-        print("replay: EFF will come near {:.2f}x, limited by {}".format(*forecast_efficiency(*limits)))
+        print("replay: EFF will be at most {:.2f}x, limited by {}".format(*forecast_efficiency(*limits)))
         most = args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
         if args.min_replay_size > most:
             print(f"warning: there will never be more than {most} rollouts: --min-replay-size")
@@ -999,7 +1004,7 @@ def main(args: Args) -> dict[str, float]:
         batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
         # v2: buffer, mix
         batch["weights"] = batch["value_weights"] = torch.ones_like(mask)
-        fresh, num_drawn, replay_metrics = batch, 0, {}
+        fresh, num_drawn, num_reused, replay_metrics = batch, 0, 0, {}
         if args.use_replay_buffer:
             small = args.replay_start_size and iteration < args.replay_grow_iteration
             capacity = args.replay_start_size if small else args.replay_buffer_size
@@ -1015,6 +1020,7 @@ def main(args: Args) -> dict[str, float]:
                 ages = [iteration - sample["birth"] for sample in samples]
                 replay_metrics |= {"replay/age": sum(ages) / len(ages), "replay/beta": beta}
                 num_drawn, draws = len(drawn["values"]), draws + 1
+                num_reused = min(num_drawn, len({id(sample) for sample in samples}))  # copies aside
                 batch = join([{name: batch[name] for name in drawn}, drawn])
         batch["replayed"] = torch.arange(len(batch["values"]), device=device) >= args.batch_size
         rollout_time = time.time() - start_time
@@ -1085,7 +1091,7 @@ def main(args: Args) -> dict[str, float]:
         if args.use_replay_buffer:
             buffer.add(batch | dict(advantages=advantages), iteration)
             buffer.evict(iteration, capacity)  # BUF counts what may still be drawn
-            trained, last_kl = trained + args.batch_size + num_drawn, metrics["losses/approx_kl"]
+            trained, last_kl = trained + args.batch_size + num_reused, metrics["losses/approx_kl"]
             stats = buffer.buffer_stats(iteration)
             metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()} | replay_metrics
             metrics |= {"buffer_size": len(buffer.samples), "avg_sample_reuse": stats["avg_reuse_count"]}

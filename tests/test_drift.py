@@ -67,11 +67,21 @@ def fields_of(path):
     return fields
 
 
-OTHER_UNITS = {  # name -> why the language-model scripts and each of the SAC scripts mean different things by it
+OTHER_UNITS = {  # name -> why the PPO trio, het_grpo.py and each SAC script say different things of it
     "batch_size": "answers sampled, rows of an update",
+    "buffer_size": "frames, transitions",
+    "env_id": "one is built in, Gymnasium only",
+    "eval_episodes": "they choose the policy, they judge it",
     "eval_every": "iterations, environment steps",
+    "eval_size": "prompts, tasks",
     "gamma": "per token, per environment step",
+    "hidden_size": "other default rule",
+    "init_alpha": "other default rule",
+    "lr": "other default rule",
+    "num_critics": "fixed, by preset",
+    "priority_beta": "rises by its increment, to 1 over the run",
     "save_every": "iterations, environment steps",
+    "tau": "other default rule",
 }
 
 
