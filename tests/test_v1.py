@@ -259,8 +259,9 @@ def test_a_nan_reward_ends_ppo_with_a_sentence(tmp_path):
 def test_a_nan_reward_costs_its_own_answer_and_is_counted(bad, tmp_path, monkeypatch):
     real, masks = ppo_v1.ppo_loss, []
     monkeypatch.setattr(ppo_v1, "ppo_loss", lambda p, x, *rest: masks.append(x["response_mask"]) or real(p, x, *rest))
-    run(ppo_v1, tmp_path / "run", **faulty_reward(tmp_path, bad))
-    rows = metrics_without_times(tmp_path / "run")[1:]
+    run(ppo_v1, tmp_path / "run", **faulty_reward(tmp_path, bad, calls=(1, 3) if bad == "nan" else (3,)))
+    start, *rows = metrics_without_times(tmp_path / "run")
+    assert math.isfinite(start["eval/score"])
     assert [row["rollout/nan_rewards"] for row in rows] == [0, 1, 0]
     assert [row["losses/skipped_steps"] for row in rows] == [0, 0, 0]
     assert all(math.isfinite(value) for row in rows for value in row.values())

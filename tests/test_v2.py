@@ -201,7 +201,7 @@ def test_fresh_rows_weigh_exactly_one_and_stale_rows_what_they_should(correction
     """In the first step of an update pi_theta is pi_prox; the drawn sample brings its mu."""
     seen, ready = minibatches(monkeypatch), spy(monkeypatch, "bring_up_to_date")
     options = dict(num_minibatches=1, correction=correction, replay_advantages="all", learning_rate=3e-3)
-    run(ppo_v2, tmp_path / "run", **REPLAY, **options)
+    run(ppo_v2, tmp_path / "run", **REPLAY, **options, priority_beta=1.0)
     for mb in seen:
         fresh = ~mb["replayed"]
         assert (mb["weights"][fresh] == 1).all() and (mb["value_weights"][fresh] == 1).all()
@@ -242,6 +242,24 @@ def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
     assert found == 4 * 8
 
 
+def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
+    """By the advantages of today's critic; a row's returns less its values are these."""
+    real, moves = ppo_v2.bring_up_to_date, []
+
+    def wrapped(policy, buffer, samples, *rest):
+        before = tensor([sample["priority"] for sample in samples])
+        rows, metrics = real(policy, buffer, samples, *rest)
+        after = tensor([sample["priority"] for sample in samples])
+        expected = buffer.priorities(rows["returns"] - rows["values"], rows["response_mask"])
+        torch.testing.assert_close(after, tensor(expected), atol=1e-5, rtol=1e-4)
+        moves.append((after - before).abs().max().item())
+        return rows, metrics
+
+    monkeypatch.setattr(ppo_v2, "bring_up_to_date", wrapped)
+    run(ppo_v2, tmp_path / "run", **REPLAY, replay_advantages="all")
+    assert len(moves) == 4 and max(moves) > 1e-2
+
+
 def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
     """Ratio .5, batch 8, 4 minibatches: 2 fresh + 2 replayed each."""
     seen = minibatches(monkeypatch)
@@ -256,13 +274,20 @@ def test_replay_epochs(tmp_path, monkeypatch):
     assert [len(mb["replayed"]) for mb in seen] == [4] * 6 + [8, 8] + [4] * 4
 
 
-def test_efficiency_by_hand(tmp_path):
-    """Batch 4, then 0, 2 and 4 drawn: (4 + 6 + 8) / 12 = 1.5. The buffer holds 2 rollouts before iteration 2."""
+@pytest.mark.parametrize("copies, efficiency", [(1, [1, 10 / 8, 18 / 12]), (2, [1, 9 / 8, 15 / 12])])
+def test_efficiency_by_hand(copies, efficiency, tmp_path, monkeypatch):
+    """Batch 4, then 0, 2 and 4 drawn: (4 + 6 + 8) / 12 = 1.5; a copy counts once. Iteration 1 leaves 2 rollouts."""
+
+    def draw(self, size, *rest):
+        drawn = self.samples[: min(size, len(self.samples)) // copies] * copies
+        return drawn, torch.ones(len(drawn))
+
+    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
     options = dict(batch_size=4, num_iterations=3, min_replay_size=2, replay_sample_size=4)
     run(ppo_v2, tmp_path / "run", **REPLAY | options | dict(replay_start_size=2, replay_grow_iteration=2))
     rows = metrics_without_times(tmp_path / "run")[1:]
-    assert [row["sample_efficiency"] for row in rows] == pytest.approx([1, 10 / 8, 1.5])
-    assert [row["replay_ratio"] for row in rows] == pytest.approx([0, 2 / 8, 6 / 12])
+    assert [row["sample_efficiency"] for row in rows] == pytest.approx(efficiency)
+    assert [row["replay_ratio"] + 1 for row in rows] == pytest.approx(efficiency)
 
 
 @pytest.mark.parametrize("sample_size, max_reuse", [(8, 4), (64, 2)], ids=["by draws", "by reuse"])
@@ -271,9 +296,10 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
     draws, counts = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer), {}
     options = dict(batch_size=4, num_iterations=60, num_minibatches=1, update_epochs=1, eval_every=60, eval_size=1)
     options |= dict(sft_steps=0, max_response_length=2, replay_sample_size=sample_size, max_replay_reuse=max_reuse)
-    metrics = run(ppo_v2, tmp_path / "run", **REPLAY | options | dict(staleness_threshold=20))
-    assert metrics["sample_efficiency"] == pytest.approx(3.0, rel=0.06)
-    assert "EFF will come near 3.00x" in capsys.readouterr().out
+    options |= dict(use_priority_sampling=False, priority_age_tau=None, staleness_threshold=20)
+    metrics = run(ppo_v2, tmp_path / "run", **REPLAY | options)
+    assert 2.7 < metrics["sample_efficiency"] <= 3
+    assert "EFF will be at most 3.00x" in capsys.readouterr().out
     keep = []  # so that no id is used twice
     for (_, _, iteration, *_), (samples, _) in draws:
         for sample in {id(sample): sample for sample in samples}.values():
@@ -281,7 +307,7 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
             counts[id(sample)] = counts.get(id(sample), 0) + 1
             assert 1 <= iteration - sample["birth"] <= 20, "older rollouts only, and none beyond the threshold"
     assert max(counts.values()) == max_reuse
-    assert metrics["sample_efficiency"] == (4 * 60 + sum(len(samples) for _, (samples, _) in draws)) / (4 * 60)
+    assert metrics["sample_efficiency"] == (4 * 60 + sum(counts.values())) / (4 * 60)
 
 
 @pytest.mark.parametrize("max_reuse, slow", [(6, 2), (2, 1)])
@@ -351,7 +377,7 @@ def test_status_line(tmp_path, capsys):
     for line in lines:
         assert re.fullmatch(r"\[\d/5\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d BUF:\d+ EFF:\d\.\dx", line), line
     last = metrics_without_times(tmp_path / "run")[-1]
-    assert f"R:{last['charts/score']:.2f} BUF:40 EFF:1.8x" in lines[-1]
+    assert f"R:{last['charts/score']:.2f} BUF:40 EFF:{last['sample_efficiency']:.1f}x" in lines[-1]
 
 
 def test_a_buffer_that_never_fills_is_told(tmp_path, capsys):
