@@ -34,7 +34,7 @@ TASKS = {  # options, and the accuracy whose cost is reported
     "default": (dict(), 0.9, "3-4 digits: one answer in ten is right at the start"),
     "rare": (dict(min_digits=5, max_digits=6), 0.9, "5-6 digits: one in a hundred"),
     "rarer": (dict(min_digits=7, max_digits=7, answers=12_800), 0.9, "7 digits: one in a thousand"),
-    "long": (dict(max_response_length=33, sft_steps=600), 0.5, "3-4 digits, written eight times"),
+    "long": (dict(max_response_length=33, sft_steps=600, answers=2_560), 0.5, "3-4 digits, written eight times"),
     "noisy": (dict(), 0.9, "3-4 digits, one verdict in ten is wrong"),
 }
 REPLAY = dict(use_replay_buffer=True)
