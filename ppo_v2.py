@@ -673,9 +673,10 @@ def bring_up_to_date(policy, buffer, samples: list[dict], sample_weights, kl_coe
     # apart from the fresh rows: what was drawn is no fair sample of answers
     rows["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
     if args.replay_advantages == "positive":
-        # v2: imitation: what went better than the critic expects, eq. 2 of arXiv:1806.05249. The
-        # critic itself learns from fresh rows only: shown successes above all, it would expect them.
-        rows["advantages"] = rows["advantages"].clamp(min=0)
+        # v2: imitation: what went better than the critic expects, eq. 2 of arXiv:1806.05249; never
+        # centred, which would make a loss of a small gain. The critic itself learns from fresh rows
+        # only: shown successes above all, it would expect them.
+        rows["advantages"] = advantages.clamp(min=0)
         rows["value_weights"] = torch.zeros_like(mask)
 
     drift, valid = (prox_logprobs - mu) * mask, mask.bool()
