@@ -339,7 +339,8 @@ def main():
         for seed in seeds if task != "long" or not options.tune else ():  # minutes each: as tuned on `default`
             for arm in options.arms:
                 if task in ONLY.get(arm, TASKS):
-                    tuned = best.get((task if task != "long" else "default", arm), "{}")  # others: the defaults
+                    kin = arm.split(",")[0] if arm in CRITICS else arm  # a critic changes, the rest stays
+                    tuned = best.get((task if task != "long" else "default", kin), "{}")  # others: the defaults
                     settings = map(json.dumps, GRIDS.get(arm, [])) if options.tune else [tuned]
                     jobs += [(task, arm, setting, seed) for setting in settings]
     jobs = [] if options.tables else [job for job in jobs if job not in done]
