@@ -1,9 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = [
-#     "torch==2.13.0", "gymnasium==1.4.0", "transformers==5.22.2", "tokenizers==0.23.3",
-#     "tyro==1.0.16", "wandb==0.31.0", "tqdm==4.70.1", "matplotlib==3.11.2",
-# ]
+# dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "transformers==5.22.2", "tyro==1.0.16",
+#   "wandb==0.31.0", "tqdm==4.70.1", "matplotlib==3.11.2", "tokenizers==0.23.3"]
 # ///
 """het_grpo.py - GRPO agents (arXiv:2402.03300) with hybrid experience training and replay.
 
@@ -22,21 +20,22 @@ Shapes: B rollouts in groups of n, P prompt tokens, R tokens of all turns, V voc
 
     python het_grpo.py                                          # locks, CPU, two minutes
     python het_grpo.py --method baseline --use-experience-replay
-    python het_grpo.py --env FrozenLake-v1 --max-turns 10       # hidden lakes, in words
+    python het_grpo.py --env benchmark/lake.py:Lake --max-turns 10    # hidden lakes, in words
     python het_grpo.py --env game.py:Game --experience-pool advice.jsonl
     python het_grpo.py --model-name FOLDER --chat-template --env game.py:Game --max-turn-tokens 16
     torchrun --nproc-per-node 2 het_grpo.py                     # two processes
 """
 
+import atexit
 import copy
 import functools
-import importlib
 import json
 import math
 import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -50,7 +49,6 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
@@ -88,10 +86,11 @@ class Args:
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
 
     # task
-    env: str = "lock"  # lock, a Gymnasium id (FrozenLake-v1, ..), file.py:Class or module:Class
-    num_families: int = 12  # secrets of the locks, maps of the lakes; at most 24
+    env: str = "lock"  # lock, a Gymnasium id (CliffWalking-v1, ..), file.py:Class or module:Class
+    num_families: int = 12  # secrets of the locks; at most 24
     num_rooms: int = 20  # rooms of a family; families x rooms are the training tasks of any env
     secret_length: int = 4  # lock: presses that open it
+    force_odds: float = 0.0  # lock: one more button opens it with this chance or breaks it (0: none)
     max_turns: int = 7  # actions per episode
     success_reward: float = 1.0  # solved: the episode ended by itself and its rewards sum to this
 
@@ -162,16 +161,15 @@ class Args:
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
         zero = "seed warm_start_steps warmup_steps kl_loss_coef updated_freq sd_coef".split()
+        signed = ("success_reward", "experience_lbound", "experience_rbound")
         for name, value in vars(self).items():
-            share = name.endswith("ratio") or name == "warm_start_follow"
-            least = 0 if share or name in zero else 1e-9
-            most = 1 if share else 24 if name == "num_families" else sys.maxsize
-            signed = name in ("success_reward", "experience_lbound", "experience_rbound")
-            if type(value) in (int, float) and not signed and not least <= value <= most:
+            share = name.endswith(("ratio", "odds", "follow"))
+            least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
+            if type(value) in (int, float) and name not in signed and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         self.method = self.method or ("het" if self.enable else "baseline")
-        names = ("val_rollout_expmode", "train_rollout_expmode", "train_sample_expmode")
-        names += ("rollout_expratio", "train_sample_keepratio")
+        names = "val_rollout_expmode train_rollout_expmode train_sample_expmode rollout_expratio"
+        names = f"{names} train_sample_keepratio".split()
         for name, allowed in zip(names, PRESETS[self.method], strict=True):
             given = getattr(self, name)
             if given is None:
@@ -185,17 +183,17 @@ class Args:
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
         bounds = (-2, self.experience_lbound, self.experience_rbound, self.group_size + 1)
-        replay = self.use_experience_replay
         for fine, message in (
             (self.enable or self.method == "baseline", "--no-enable contradicts --method"),
-            (self.method != "sft" or not replay, "--method sft keeps and imitates its successes"
-             " anyway: --use-experience-replay would do nothing"),
+            (self.method != "sft" or not self.use_experience_replay,
+             "--use-experience-replay: --method sft trains on recorded successes anyway"),
             (self.uses_pool or not self.experience_pool, "--experience-pool would not be read"),
             (self.experience_template.count("{}") == 1, "--experience-template needs one {}"),
             (sorted(set(bounds)) == list(bounds), "--experience-lbound must be below the rbound"),
             (self.offpolicy_trajectories_per_task < self.group_size,
              "--offpolicy-trajectories-per-task must be below --group-size"),
             (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
+            (self.num_families <= len(NAMES), f"--num-families: at most {len(NAMES)}"),
             (self.num_tasks <= self.num_families * self.num_rooms, "--num-tasks: there are fewer"),
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
         ):  # fmt: skip
@@ -210,49 +208,32 @@ PRACTICE = 1_000_000  # seeds from here on have rules of their own: the warm sta
 
 
 class LockEnv:
-    """Press buttons in a secret order; a wrong one costs a turn. A family of locks shares its secret."""
-
-    actions = ("red", "green", "blue", "gold")
+    """Press buttons in a secret order; a wrong one costs a turn. A family of locks shares its secret.
+    With --force-odds there is a way round: force opens the lock by luck, or breaks it, at a cost."""
 
     def __init__(self, args):
         self.num_families, self.length = args.num_families, args.secret_length
+        self.buttons, self.odds = ("red", "green", "blue", "gold"), args.force_odds
+        self.actions = self.buttons + ("force",) * (self.odds > 0)
 
-    def reset(self, seed: int):
+    def reset(self, seed: int, luck):
         room, family = divmod(seed, self.num_families)
-        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")  # the task's, not the run's
-        self.secret, self.slot = rules.choices(self.actions, k=self.length), 0
-        self.name = NAMES[family]
+        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")  # not of the run's seed
+        self.secret, self.slot = rules.choices(self.buttons, k=self.length), 0
+        self.name, self.luck = NAMES[family], luck
         # the solution is read by the warm start's teacher and where validation tells it
         return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
 
     def step(self, action: str):
-        if action != self.secret[self.slot]:
+        if action == "force" and self.luck.random() >= self.odds:
+            return "broken", -3.0, True, False, {}
+        if action not in ("force", self.secret[self.slot]):
             return f"jam {self.slot}", 0.0, False, False, {}
         self.slot += 1
-        if self.slot < self.length:
+        if self.slot < self.length and action != "force":
             return f"click {self.slot}", 0.0, False, False, {}
-        return "open", 1.0, True, False, dict(experience=f"{self.name} : " + " ".join(self.secret))
-
-
-class LakeEnv:
-    """FrozenLake, not slippery, in words. A family of tasks shares a map, which nobody is shown."""
-
-    actions = ("left", "down", "right", "up")
-
-    def __init__(self, args):
-        self.num_families = args.num_families
-
-    def reset(self, seed: int):
-        room, family = divmod(seed, self.num_families)
-        lake = generate_random_map(4, seed=seed if seed >= PRACTICE else family)
-        self.env = FrozenLakeEnv(desc=lake, is_slippery=False)
-        self.env.reset(seed=seed)
-        # the topic is one word: "lake" would match every lake
-        return f"lake {NAMES[family]} room {room % 100:02d} row 0 column 0", dict(topic=NAMES[family])
-
-    def step(self, action: str):
-        obs, *rest = self.env.step(self.actions.index(action))
-        return "row {} column {}".format(*divmod(int(obs), 4)), *rest
+        told = "" if action == "force" else f"{self.name} : " + " ".join(self.secret)
+        return "open", 1.0, True, False, dict(experience=told)  # a forced lock tells nobody its secret
 
 
 class TextEnv:
@@ -261,18 +242,17 @@ class TextEnv:
     def __init__(self, args):
         path, _, name = args.env.rpartition(":")
         if path:
-            in_file = path.endswith(".py")
-            found = runpy.run_path(path) if in_file else vars(importlib.import_module(path))
-            self.env = found[name]()
+            self.env = (runpy.run_path if path.endswith(".py") else runpy.run_module)(path)[name]()
         else:
-            built_in = {"lock": LockEnv, "FrozenLake-v1": LakeEnv}.get(args.env)
-            self.env = built_in(args) if built_in else gym.make(args.env)
+            self.env = LockEnv(args) if args.env == "lock" else gym.make(args.env)
         space = getattr(self.env, "action_space", None)
         self.numbers = range(space.start, space.start + space.n) if hasattr(space, "n") else []
         self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
 
-    def reset(self, seed: int) -> tuple[str, dict]:
-        obs, info = self.env.reset(seed=seed)
+    def reset(self, seed: int, luck=None) -> tuple[str, dict]:
+        """luck: what differs between the members of a group, as the seed does not."""
+        more = dict(luck=luck or random) if isinstance(self.env, LockEnv) else {}
+        obs, info = self.env.reset(seed=seed, **more)
         return str(obs), dict(topic=str(obs)) | info
 
     def step(self, text: str):
@@ -291,7 +271,7 @@ class TextEnv:
 def practice(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
     """A game of a teacher that follows advice most of the time and without any acts at random: what
     it says is an action or, if any text will do, a word it just read.  -> question, advice, turns"""
-    question, info = env.reset(seed)
+    question, info = env.reset(seed, rng)
     words = env.actions or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
     advice = f"{info['topic']} : " + " ".join(plan) if rng.random() < 0.6 else ""
@@ -329,6 +309,7 @@ class LanguagePolicy(nn.Module):
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
         self.lm, self.temperature = lm, temperature
+        self.critic = None  # the group is the baseline
         self.register_buffer("eos_ids", eos_ids)  # (E,) what ends a turn
         self.eval()  # for good: dropout is noise in ratios
 
@@ -357,19 +338,16 @@ def positions(mask):
 
 def token_logprobs(logits, ids, temperature, max_logits=2**25):
     """Log-prob of each id under softmax(logits / temperature), entropy.  (B,R,V) -> 2 x (B,R)"""
-
-    def of_rows(logits, ids):
-        logprobs = (logits.float() / temperature).log_softmax(-1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
-
-    if logits.numel() <= max_logits:
-        return of_rows(logits, ids)
-    # Large vocabulary: copies of a few rows of logits at a time, made again in the backward pass.
+    # v1: memory: float32 copies of a few rows at a time, made again in the backward pass
     size = max(1, max_logits // logits[0].numel())
-    pieces = zip(logits.split(size), ids.split(size), strict=True)
-    outputs = [checkpoint(of_rows, *piece, use_reentrant=False) for piece in pieces]
-    return tuple(map(torch.cat, zip(*outputs, strict=True)))
+    if len(ids) > size:
+        rest = (temperature, math.inf)
+        pieces = zip(logits.split(size), ids.split(size), strict=True)
+        outputs = [checkpoint(token_logprobs, *x, *rest, use_reentrant=False) for x in pieces]
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))
+    logprobs = (logits.float() / temperature).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
 
 
 def make_word_tokenizer(words: list[str]):
@@ -475,10 +453,9 @@ class ExperiencePool:
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
             try:
-                record = json.loads(line) if line.strip() else None
-                if record and not self.add(record.get("task"), record["topic"] + "", record["text"] + "", -1):
-                    raise ValueError
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                r = json.loads(line) if line.strip() else None
+                assert r is None or self.add(r.get("task"), r["topic"] + "", r["text"] + "", -1)
+            except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
                 rule = "JSON with a topic and a text without the template, not of a validation task"
                 sys.exit(f"--experience-pool {path}: line {number} must be {rule}")
 
@@ -543,7 +520,7 @@ class ExperienceManager:
         stored = [t for task in sorted(self.memory) for t in self.memory[task]]
         kept = draw(count, self.args.train_sample_expmode, self.args.train_sample_keepratio, rng)
         chosen = rng.choices(stored, k=count) if stored else []
-        return [replace(t, keep=keep, data_id=i) for i, (t, keep) in enumerate(zip(chosen, kept, strict=False))]
+        return [replace(t, keep=kept[i], data_id=i) for i, t in enumerate(chosen)]
 
     def valid_tasks(self) -> dict[int, list[int]]:
         """Buckets of the tasks that may be replayed."""
@@ -656,6 +633,14 @@ def _replace_recorded_old_log_probs(data: dict, old_log_probs):
 
 
 # --- math ---
+def total(x):
+    """Sum over the ranks of torchrun."""
+    x = x.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
 def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
@@ -686,19 +671,19 @@ def group_advantages(rewards, group_ids):
 
 
 def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
+    """KL(pi | pi_ref) per token, never negative (Schulman's k3), for logging.  2 x (B,R) -> (B,R)"""
     logratio = ref_logprobs - logprobs
     return logratio.exp() - 1 - logratio
 
 
-def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip):
+def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip=None):
     """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss.  -> (B,R) and where the clip binds"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape  # broadcasting hides bugs
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()
+    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
     plain = -advantages * ratio
     loss = torch.max(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    bound = torch.where(advantages < 0, -advantages * min(dual_clip, 1e6), math.inf)
-    loss = torch.min(loss, bound)
+    if dual_clip is not None:  # v1: clip: a ratio that explodes where A < 0 is bounded, too
+        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != plain).float()
 
 
@@ -790,7 +775,8 @@ def rollout(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, 
     retrieve = functools.cache(lambda text: pool.retrieve(text, args.retrieve_top_k, step))
     waiting, turn_ids, actions = [], [[] for _ in trajectories], [[] for _ in trajectories]
     for t, env in zip(trajectories, envs, strict=True):
-        question, info = env.reset(t.task)
+        luck = random.Random(f"{args.seed}/{step}/{t.task}/{t.rollout_id}")
+        question, info = env.reset(t.task, luck)
         advice = retrieve(question) if t.guided or args.method == "sd" else ""
         if t.guided and t.task >= PRACTICE:  # rules nobody has seen: the environment's own advice
             advice = f"{info['topic']} : " + " ".join(info["solution"])
@@ -874,13 +860,10 @@ def validate(play, env, held_out: list[int], args, step: int):
     if "solution" in env.reset(PRACTICE)[1]:  # does the policy still do what it is told?
         unseen = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
         kinds["unseen"] = play([Trajectory(task, i, guided=True) for i, task in enumerate(unseen)], step)
-    metrics = {}
-    for name, found in kinds.items():
-        if found:
-            metrics[f"eval/success_{name}"] = sum(t.success for t in found) / len(found)
-    best = kinds["unguided"] or kinds["guided"]  # the headline
-    metrics["eval/success_rate"] = sum(t.success for t in best) / len(best)
-    metrics["eval/episodic_return"] = sum(t.reward for t in best) / len(best)
+    kinds["rate"] = kinds["unguided"] or kinds["guided"]  # the headline
+    metrics = {f"eval/success_{name}": sum(t.success for t in found) / len(found)
+               for name, found in kinds.items() if found}  # fmt: skip
+    metrics["eval/episodic_return"] = sum(t.reward for t in kinds["rate"]) / len(kinds["rate"])
     return metrics, done
 
 
@@ -891,26 +874,24 @@ class Run:
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
+        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        if not enabled:
-            return
-        self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-        versions = dict(python=sys.version.split()[0], torch=torch.__version__)
-        config = asdict(args) | dict(argv=sys.argv, versions=versions)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-        # what a resumed run knows already; what it will do again is dropped
-        (self.dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        if args.track:
+        if enabled:
+            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
+            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
+            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
+            (self.dir / "metrics.jsonl").write_text("".join(lines))
+        if enabled and args.track:
             import wandb
 
             where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
             self.wandb = wandb.init(**where, config=config, resume="allow")
 
     def log(self, metrics: dict):
-        row = {"global_step": metrics["global_step"], "time": round(time.time() - self.start, 3)}
-        row |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
+        row = metrics | {"time": round(time.time() - self.start, 3)}
+        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
@@ -922,28 +903,26 @@ class Run:
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        every = max(1, self.total // 15)
-        if self.enabled and self.bar.disable and (done % every == 0 or done == self.total):
+        due = done % max(1, self.total // 15) == 0 or done == self.total
+        if self.enabled and self.bar.disable and due:
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if not self.enabled:
-            return
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        if self.enabled:
+            from matplotlib.figure import Figure
 
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        figure = Figure(figsize=(12, 3 * math.ceil(len(panels) / 3)), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(math.ceil(len(panels) / 3), 3, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                axis.plot(*zip(*points or [(math.nan, math.nan)], strict=True), ".-", label=key)
-            axis.legend(fontsize="small")
-            axis.grid(alpha=0.3)
-        FigureCanvasAgg(figure).print_png(self.dir / "curves.png")
+            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+            axes = figure.subplots(1, len(panels))
+            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+                for key in keys:
+                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
+                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
+                axis.set(title=title, xlabel=xlabel)
+                axis.legend()
+            figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
@@ -979,45 +958,51 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    atexit.register(dist.destroy_process_group)
+    if dist.get_rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # one voice is enough
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def total(x):
-    """Sum over ranks."""
-    x = torch.as_tensor(x).detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
 def shard(policy):
-    """FSDP2 that keeps weights whole until the backward pass: sampling then needs no communication."""
-    layers = max((m for m in policy.modules() if isinstance(m, nn.ModuleList)), key=len)
-    for module in (*layers, policy):
-        fully_shard(module, reshard_after_forward=False)
+    """FSDP2 that keeps weights whole until the backward pass: sampling needs no communication."""
+    for trunk in filter(None, (policy.lm, policy.critic)):
+        layers = max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len)
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=False)
+    fully_shard(policy, reshard_after_forward=False)
     register_fsdp_forward_method(policy, "step")
 
 
-def sum_gradients(policy):
-    """Each loss was divided by the tokens of all ranks. FSDP has averaged already."""
-    for parameter in policy.parameters() if dist.is_initialized() else ():
+def save_model(policy, tokenizer, folder: Path):
+    """An ordinary Hugging Face folder that takes the place of the one before."""
+    state = dcp.get_model_state_dict(policy, options=FULL)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+        policy.lm.save_pretrained(f"{folder}.tmp", state_dict=state)
+        tokenizer.save_pretrained(f"{folder}.tmp")
+        shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
+        os.replace(f"{folder}.tmp", folder)
+
+
+def sum_gradients(policy, world_size: int):
+    """Each loss was divided by the tokens of all ranks, so gradients add up. FSDP has averaged."""
+    for parameter in policy.parameters() if world_size > 1 else ():
         if isinstance(policy, FSDPModule):
-            parameter.grad.mul_(dist.get_world_size())
+            parameter.grad.mul_(world_size)
         else:
             dist.all_reduce(parameter.grad)
 
 
 # --- main ---
 def warm_start(policy, env, dialogue, args):
-    """Supervised steps on rules made at random: what comes out can play, follows advice and knows no
-    secret."""
+    """Supervised steps on rules made at random: it learns to play, to follow advice, and no secret."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
     for _ in tqdm(range(args.warm_start_steps), desc="warm start", disable=not sys.stderr.isatty()):
         games = []
-        for _ in range(64):
-            seed = PRACTICE + rng.randrange(PRACTICE)
+        for seed in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
             question, advice, turns = practice(env, seed, rng, args)
             told = inject_experience(question, advice, args.experience_template)
             t = Trajectory(seed, prompt_ids=dialogue.prompt(told))
@@ -1228,7 +1213,7 @@ def main(args: Args) -> dict[str, float]:
                     loss.backward()
                     stats, logratios[inds] = stats + micro_stats, logratio
                 first = logratios.abs() * ~off if first is None else first
-                sum_gradients(policy)
+                sum_gradients(policy, world_size)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm
                 stats = torch.cat([total(stats), grad_norm[None]])
@@ -1272,7 +1257,7 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics)
         line = f"PL:{metrics['losses/policy_loss']:.2f} success:{metrics['charts/success_rate']:.2f}"
         run.status(line, iteration)
-        stopping = total(float(len(received))) > 0
+        stopping = total(torch.tensor(len(received), device=device)) > 0
         if last or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
             counters = (iteration, global_step, skipped_steps, mix.position)
@@ -1285,11 +1270,8 @@ def main(args: Args) -> dict[str, float]:
             print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
             return metrics
 
-    state = dcp.get_model_state_dict(policy, options=FULL)
+    save_model(policy, tokenizer, run.dir / "final_model")
     if run.enabled:
-        state = {key[3:]: x for key, x in state.items() if key.startswith("lm.")}
-        policy.lm.save_pretrained(run.dir / "final_model", state_dict=state)
-        tokenizer.save_pretrained(run.dir / "final_model")
         lines = [json.dumps(record) + "\n" for record in pool.records]
         (run.dir / "experience_pool.jsonl").write_text("".join(lines))
         print(f"eval/success_rate {metrics['eval/success_rate']:.3f}: {run.dir}")
