@@ -1207,7 +1207,7 @@ def main(args: Args) -> dict[str, float]:
                 on_tokens, off_tokens = ((mask[mb_inds] * x[mb_inds]).sum() for x in (~off, off))
                 num_tokens = [x.clamp(min=1) for x in (on_tokens + off_tokens, on_tokens, off_tokens)]
                 stats = 0
-                for inds in mb_inds[rank::world_size].chunk(args.gradient_accumulation_steps):
+                for inds in mb_inds[rank::world_size].tensor_split(args.gradient_accumulation_steps):
                     micro = {name: x[inds] for name, x in batch.items()}
                     loss, micro_stats, logratio = grpo_loss(policy, micro, num_tokens, args)
                     loss.backward()
@@ -1274,7 +1274,7 @@ def main(args: Args) -> dict[str, float]:
     if run.enabled:
         lines = [json.dumps(record) + "\n" for record in pool.records]
         (run.dir / "experience_pool.jsonl").write_text("".join(lines))
-        print(f"eval/success_rate {metrics['eval/success_rate']:.3f}: {run.dir}")
+        print(f"eval/success_rate {metrics.get('eval/success_rate', math.nan):.3f}: {run.dir}")
     evals = [f"eval/success_{kind}" for kind in ("unguided", "guided", "unseen")]
     panels = {"success, held-out tasks": evals, "success, training": ["success/unguided", "success/guided"]}
     panels["off-policy ratio"] = ["ratio/off_p99", "ratio/off_mean"]
