@@ -58,7 +58,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 PLAY = ("mixed", "all", "woexp")
-PRESETS = {  # what the five options may be, the default first; None: any share, 0.5 if none is given
+PRESETS = {  # what five options may be, the default first; None: any share, 0.5 if none is given
     "baseline": (("woexp", "mixed", "all"), ("woexp",), ("keep",), None, (1.0,)),
     "ec": (PLAY, ("mixed", "all"), ("keep",), None, (1.0,)),
     "ei": (PLAY, ("mixed", "all"), ("discard",), None, (0.0,)),
@@ -89,8 +89,6 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id (CliffWalking-v1, ..), file.py:Class or module:Class
     num_families: int = 12  # secrets of the locks; at most 24
     num_rooms: int = 20  # rooms of a family; families x rooms are the training tasks of any env
-    secret_length: int = 4  # lock: presses that open it
-    force_odds: float = 0.0  # lock: one more button opens it with this chance or breaks it (0: none)
     max_turns: int = 7  # actions per episode
     success_reward: float = 1.0  # solved: the episode ended by itself and its rewards sum to this
 
@@ -121,7 +119,6 @@ class Args:
     clip_low: float = 0.2  # the ratio of on-policy tokens is clipped from 1 - this
     clip_high: float = 0.28  # to 1 + this
     clip_c: float = 3.0  # bound on the ratio where the advantage is negative (dual clip)
-    kl_loss_coef: float = 0.0  # weight of the k3 KL to the start policy (0: no reference)
 
     # experience: text in front of the question
     enable: bool = True  # --no-enable is --method baseline
@@ -140,7 +137,7 @@ class Args:
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
     off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
-    off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard: a stripped failure weighs pi(y|x) / pi(y|x,e)
+    off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
     # replay; published, and worse here: --replay-old-logp recorded --replay-loss shape
@@ -160,10 +157,10 @@ class Args:
     retire_solved: bool = False  # a solved task is not drawn while others are left, and forgotten
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        zero = "seed warm_start_steps warmup_steps kl_loss_coef updated_freq sd_coef".split()
+        zero = "seed warm_start_steps warmup_steps updated_freq sd_coef".split()
         signed = ("success_reward", "experience_lbound", "experience_rbound")
         for name, value in vars(self).items():
-            share = name.endswith(("ratio", "odds", "follow"))
+            share = name.endswith(("ratio", "follow"))
             least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
             if type(value) in (int, float) and name not in signed and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
@@ -192,7 +189,7 @@ class Args:
             (sorted(set(bounds)) == list(bounds), "--experience-lbound must be below the rbound"),
             (self.offpolicy_trajectories_per_task < self.group_size,
              "--offpolicy-trajectories-per-task must be below --group-size"),
-            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
+            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide B x n"),
             (self.num_families <= len(NAMES), f"--num-families: at most {len(NAMES)}"),
             (self.num_tasks <= self.num_families * self.num_rooms, "--num-tasks: there are fewer"),
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
@@ -208,32 +205,27 @@ PRACTICE = 1_000_000  # seeds from here on have rules of their own: the warm sta
 
 
 class LockEnv:
-    """Press buttons in a secret order; a wrong one costs a turn. A family of locks shares its secret.
-    With --force-odds there is a way round: force opens the lock by luck, or breaks it, at a cost."""
+    """Press four buttons in order; a wrong one costs a turn. A family of locks shares its secret."""
+
+    actions = ("red", "green", "blue", "gold")
 
     def __init__(self, args):
-        self.num_families, self.length = args.num_families, args.secret_length
-        self.buttons, self.odds = ("red", "green", "blue", "gold"), args.force_odds
-        self.actions = self.buttons + ("force",) * (self.odds > 0)
+        self.num_families = args.num_families
 
-    def reset(self, seed: int, luck):
+    def reset(self, seed: int):
         room, family = divmod(seed, self.num_families)
         rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")  # not of the run's seed
-        self.secret, self.slot = rules.choices(self.buttons, k=self.length), 0
-        self.name, self.luck = NAMES[family], luck
+        self.secret, self.slot, self.name = rules.choices(self.actions, k=4), 0, NAMES[family]
         # the solution is read by the warm start's teacher and where validation tells it
         return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
 
     def step(self, action: str):
-        if action == "force" and self.luck.random() >= self.odds:
-            return "broken", -3.0, True, False, {}
-        if action not in ("force", self.secret[self.slot]):
+        if action != self.secret[self.slot]:
             return f"jam {self.slot}", 0.0, False, False, {}
         self.slot += 1
-        if self.slot < self.length and action != "force":
+        if self.slot < 4:
             return f"click {self.slot}", 0.0, False, False, {}
-        told = "" if action == "force" else f"{self.name} : " + " ".join(self.secret)
-        return "open", 1.0, True, False, dict(experience=told)  # a forced lock tells nobody its secret
+        return "open", 1.0, True, False, dict(experience=f"{self.name} : " + " ".join(self.secret))
 
 
 class TextEnv:
@@ -249,10 +241,8 @@ class TextEnv:
         self.numbers = range(space.start, space.start + space.n) if hasattr(space, "n") else []
         self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
 
-    def reset(self, seed: int, luck=None) -> tuple[str, dict]:
-        """luck: what differs between the members of a group, as the seed does not."""
-        more = dict(luck=luck or random) if isinstance(self.env, LockEnv) else {}
-        obs, info = self.env.reset(seed=seed, **more)
+    def reset(self, seed: int) -> tuple[str, dict]:
+        obs, info = self.env.reset(seed=seed)
         return str(obs), dict(topic=str(obs)) | info
 
     def step(self, text: str):
@@ -271,7 +261,7 @@ class TextEnv:
 def practice(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
     """A game of a teacher that follows advice most of the time and without any acts at random: what
     it says is an action or, if any text will do, a word it just read.  -> question, advice, turns"""
-    question, info = env.reset(seed, rng)
+    question, info = env.reset(seed)
     words = env.actions or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
     advice = f"{info['topic']} : " + " ".join(plan) if rng.random() < 0.6 else ""
@@ -313,22 +303,25 @@ class LanguagePolicy(nn.Module):
         self.register_buffer("eos_ids", eos_ids)  # (E,) what ends a turn
         self.eval()  # for good: dropout is noise in ratios
 
+    def predict(self, ids, mask, num_last: int, cache=None):
+        """Logits at the last positions; `mask` covers what the cache holds, too.  -> (B,n,V)"""
+        inputs = dict(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
+        output = self.lm(**inputs, use_cache=cache is not None, logits_to_keep=num_last)
+        return output.logits[:, -num_last:]
+
     def forward(self, rows: dict):
         """Log-prob and entropy of each token the agent chose, 0 on others.  -> 2 x (B,R)"""
         # The last token is not fed: of the last R outputs, number t predicts response token t.
         ids, mask, length = rows["ids"], rows["mask"], rows["response_mask"].shape[1]
-        inputs = dict(input_ids=ids[:, :-1], attention_mask=mask[:, :-1], use_cache=False)
-        inputs["position_ids"] = positions(mask)[:, :-1]
-        logits = self.lm(**inputs, logits_to_keep=length).logits[:, -length:]  # none of the prompt
+        logits = self.predict(ids[:, :-1], mask[:, :-1], length)
         logprobs, entropy = token_logprobs(logits, ids[:, -length:], self.temperature)
         others = rows["response_mask"] == 0
         return logprobs.masked_fill(others, 0.0), entropy.detach().masked_fill(others, 0.0)
 
     def step(self, ids, mask, cache):
         """Logits of the next token, given the ids that are not in the cache yet.  (B,t) -> (B,V)"""
-        inputs = dict(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-        inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
-        return self.lm(**inputs, logits_to_keep=1).logits[:, -1].float() / self.temperature
+        return self.predict(ids, mask, 1, cache)[:, 0].float() / self.temperature
 
 
 def positions(mask):
@@ -693,13 +686,12 @@ def shaped_loss(new_logprobs, logprobs, advantages, beta):
     return -advantages * ratio / (ratio + beta)
 
 
-LOSSES = "policy_loss entropy ref_kl on_policy_loss approx_kl clipfrac_on off_policy_loss"
-LOSSES = f"{LOSSES} clipfrac_off".split()
+LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
 
 
 def grpo_loss(policy, mb, num_tokens, args):
-    """Loss of rows of a minibatch that has so many tokens (all, on, off), LOSSES, log-ratios.
-    -> (), (8,), (B,R)"""
+    """Loss of rows of a minibatch with so many tokens (all, on, off), LOSSES, log-ratios.
+    -> (), (7,), (B,R)"""
     mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
     logprobs, entropy = policy(mb)
     known = (logprobs, mb["logprobs"], mb["advantages"])
@@ -711,14 +703,14 @@ def grpo_loss(policy, mb, num_tokens, args):
     pg_loss = torch.where(off, off_loss, on_loss)
     if args.method == "sft":  # cross-entropy; the advantage of a success is 1 here
         pg_loss = -mb["advantages"] * logprobs
-    ref_kl = k3_kl(logprobs, mb["ref_logprobs"])
     kl = k3_kl(mb["logprobs"], logprobs.detach())
     # one mean over all tokens of the minibatch: the shares of micro-batches and ranks add up
-    parts = (mask, (pg_loss, entropy, ref_kl)), (mask & ~off, (pg_loss, kl, on_clipped))
-    parts = zip(num_tokens, (*parts, (off, (pg_loss, off_clipped))), strict=True)
-    terms = [x.masked_fill(~of, 0.0).sum() / n for n, (of, terms) in parts for x in terms]
-    loss = terms[0] + args.kl_loss_coef * terms[2]
-    return loss, torch.stack(terms).detach(), logprobs.detach() - mb["logprobs"]
+    every, on_policy, off_policy = zip((mask, mask & ~off, off), num_tokens, strict=True)
+    of = [every, every, on_policy, on_policy, on_policy, off_policy, off_policy]  # as in LOSSES
+    values = [pg_loss, entropy, pg_loss, kl, on_clipped, pg_loss, off_clipped]
+    shares = zip(values, of, strict=True)
+    terms = [x.masked_fill(~tokens, 0.0).sum() / n.clamp(min=1) for x, (tokens, n) in shares]
+    return terms[0], torch.stack(terms).detach(), logprobs.detach() - mb["logprobs"]
 
 
 # --- rollout ---
@@ -734,8 +726,8 @@ class Dialogue:
     def __init__(self, tokenizer, chat_template: bool, eos_ids):
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.eos_ids = set(eos_ids.tolist())
-        # prompts repeat in a group, replies everywhere
-        self.prompt, self.reply = functools.cache(self.make_prompt), functools.cache(self.make_reply)
+        self.prompt = functools.cache(self.make_prompt)  # they repeat in a group
+        self.reply = functools.cache(self.make_reply)
 
     def render(self, *turns: str) -> str:
         roles = ("user", "assistant", "user")
@@ -775,14 +767,14 @@ def rollout(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, 
     retrieve = functools.cache(lambda text: pool.retrieve(text, args.retrieve_top_k, step))
     waiting, turn_ids, actions = [], [[] for _ in trajectories], [[] for _ in trajectories]
     for t, env in zip(trajectories, envs, strict=True):
-        luck = random.Random(f"{args.seed}/{step}/{t.task}/{t.rollout_id}")
-        question, info = env.reset(t.task, luck)
+        question, info = env.reset(t.task)
         advice = retrieve(question) if t.guided or args.method == "sd" else ""
         if t.guided and t.task >= PRACTICE:  # rules nobody has seen: the environment's own advice
             advice = f"{info['topic']} : " + " ".join(info["solution"])
         t.topic, t.injected = info["topic"], t.guided and bool(advice)
         t.prompt_ids = dialogue.prompt(question)
-        t.advised_ids = dialogue.prompt(inject_experience(question, advice, args.experience_template))
+        told = inject_experience(question, advice, args.experience_template)
+        t.advised_ids = dialogue.prompt(told)
         waiting.append(prompt_of(t, "behavior"))
         if len(waiting[-1]) >= args.max_context:
             sys.exit(f"task {t.task}: its prompt of {len(waiting[-1])} tokens fills --max-context")
@@ -859,7 +851,8 @@ def validate(play, env, held_out: list[int], args, step: int):
     kinds = dict(guided=[t for t in done if t.guided], unguided=[t for t in done if not t.guided])
     if "solution" in env.reset(PRACTICE)[1]:  # does the policy still do what it is told?
         unseen = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
-        kinds["unseen"] = play([Trajectory(task, i, guided=True) for i, task in enumerate(unseen)], step)
+        games = [Trajectory(task, i, guided=True) for i, task in enumerate(unseen)]
+        kinds["unseen"] = play(games, step)
     kinds["rate"] = kinds["unguided"] or kinds["guided"]  # the headline
     metrics = {f"eval/success_{name}": sum(t.success for t in found) / len(found)
                for name, found in kinds.items() if found}  # fmt: skip
@@ -1071,7 +1064,7 @@ def main(args: Args) -> dict[str, float]:
     dialogue = Dialogue(tokenizer, args.chat_template, eos_ids)
     path = Path(args.run_dir or "") / "checkpoint.pt"
     resuming = args.resume and path.exists()
-    needs_start = args.kl_loss_coef > 0 or args.method == "sd"
+    needs_start = args.method == "sd"  # its teacher is the policy as it starts
     if args.model_name is None and (needs_start or not resuming):
         warm_start(policy, envs[0], dialogue, args)
     for parameter in policy.parameters() if world_size > 1 else ():
@@ -1145,7 +1138,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 7 training samples: experience kept or stripped (prompt_of), replayed ones in their group
         trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
-        if args.method == "sft":  # the rival trains on the successes of all iterations, on them only
+        if args.method == "sft":  # the rival trains on successes only, those of all iterations
             manager.save_trajectories_to_memory([t for t in fresh if t.success])
             trajectories = manager.sample_successes(args.batch_size, exp_rng) or trajectories
         data = samples_to_dataproto(trajectories, device)
@@ -1153,19 +1146,14 @@ def main(args: Args) -> dict[str, float]:
 
         # 8 log-probs and entropy of the current policy on the training view
         old_log_probs, entropys = compute_log_prob(policy, data, args)  # (B,R)
-        ref_logprobs = old_log_probs
-        if args.kl_loss_coef:
-            ref_logprobs, _ = compute_log_prob(reference, data, args)
 
-        # 9 save, before anything is replaced; by id, whatever order the batch has
+        # 9 save, before anything is replaced
         if args.use_experience_replay:
             means = ((entropys * mask).sum(1) / mask.sum(1)).tolist()
-            measured = zip(old_log_probs.tolist(), means, strict=True)
-            found = dict(zip((t.trajectory_id for t in trajectories), measured, strict=True))
-            for t in fresh:
-                row, t.entropy = found[t.trajectory_id]
-                t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)]
-                t.version = iteration
+            for t, row, entropy in zip(trajectories, old_log_probs.tolist(), means, strict=True):
+                if not t.is_experience_replay:
+                    t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)]
+                    t.entropy, t.version = entropy, iteration
             storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
             manager.save_trajectories_to_memory(storable)
 
@@ -1196,18 +1184,19 @@ def main(args: Args) -> dict[str, float]:
             gap = compute_log_prob(reference, told, args)[0] - old_log_probs
             taught = [[not t.success and t.advised_ids != t.prompt_ids] for t in trajectories]
             advantages = advantages + args.sd_coef * torch.tensor(taught).to(device) * gap
-        batch = data | dict(logprobs=logprobs, ref_logprobs=ref_logprobs, advantages=advantages)
+        batch = data | dict(logprobs=logprobs, advantages=advantages)
         rollout_time = time.time() - iteration_start
 
         # 12 minibatch updates
-        updates, logratios, first = [], torch.zeros_like(mask), None  # rows of LOSSES; own rows (B,R)
+        updates, logratios, first = [], torch.zeros_like(mask), None  # (LOSSES,) each; (B,R)
         for _ in range(args.update_epochs):
             for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
                 optimizer.zero_grad()
                 on_tokens, off_tokens = ((mask[mb_inds] * x[mb_inds]).sum() for x in (~off, off))
-                num_tokens = [x.clamp(min=1) for x in (on_tokens + off_tokens, on_tokens, off_tokens)]
+                num_tokens = (on_tokens + off_tokens, on_tokens, off_tokens)
                 stats = 0
-                for inds in mb_inds[rank::world_size].tensor_split(args.gradient_accumulation_steps):
+                mine = mb_inds[rank::world_size]
+                for inds in mine.tensor_split(args.gradient_accumulation_steps):
                     micro = {name: x[inds] for name, x in batch.items()}
                     loss, micro_stats, logratio = grpo_loss(policy, micro, num_tokens, args)
                     loss.backward()
@@ -1225,7 +1214,7 @@ def main(args: Args) -> dict[str, float]:
         if not updates:
             sys.exit(f"iteration {iteration}: the loss or the gradient is never finite")
 
-        names = [f"losses/{name}" for name in [*LOSSES, "grad_norm"]]
+        names = [f"losses/{name}" for name in f"{LOSSES} grad_norm".split()]
         metrics = dict(zip(names, torch.stack(updates).mean(0).tolist(), strict=True))
         if off.any():  # watch p99: all-stripped training (EI) is known to explode
             r = total(logratios)[off].exp()
@@ -1275,10 +1264,10 @@ def main(args: Args) -> dict[str, float]:
         lines = [json.dumps(record) + "\n" for record in pool.records]
         (run.dir / "experience_pool.jsonl").write_text("".join(lines))
         print(f"eval/success_rate {metrics.get('eval/success_rate', math.nan):.3f}: {run.dir}")
-    evals = [f"eval/success_{kind}" for kind in ("unguided", "guided", "unseen")]
-    panels = {"success, held-out tasks": evals, "success, training": ["success/unguided", "success/guided"]}
-    panels["off-policy ratio"] = ["ratio/off_p99", "ratio/off_mean"]
-    run.close("rollouts", panels)
+    kinds = ("unguided", "guided", "unseen")
+    panels = {"success, held-out tasks": [f"eval/success_{kind}" for kind in kinds]}
+    panels["success, training"] = [f"success/{kind}" for kind in kinds[:2]]
+    run.close("rollouts", panels | {"off-policy ratio": ["ratio/off_p99", "ratio/off_mean"]})
     return metrics
 
 

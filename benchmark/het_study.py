@@ -4,10 +4,10 @@
     python benchmark/het_study.py             # what is not in the CSV yet, then the picture
     python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSV
 
-Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an arm
-that replays trains for more iterations. Success is that of the frozen policy, greedy, on held-out rooms. CPU seconds are
-those of the process without warm start and evaluation. The warm start is a function of the seed and the game, so it is
-made once and shared by the arms of a seed.
+Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an
+arm that replays trains for more iterations. Success is that of the frozen policy, greedy, in held-out rooms. CPU time
+is that of the process without warm start and evaluation. The warm start is a function of the seed and the game, so it
+is made once and shared by the arms of a seed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
 SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (21, 22)
 COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds", "unguided", "guided", "unseen"]
 COLUMNS += ["episodic_return", "off_p99"]
-ROLLOUTS, FILL = 10_240, 768
+ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
 GAMES = {"lock": {}}
 TITLES = {"lock": "lock: every success can be trusted"}
 RATES = (1e-3, 2e-3)
@@ -38,19 +38,19 @@ ARMS = {
     "baseline + replay": dict(method="baseline") | REPLAY,
     "HET": {},
     "HET + replay": REPLAY,
-    "HET, no guard": dict(off_policy_neg="keep"),
-    "sft, both views": dict(method="sft"),
-    "sft, stripped": dict(method="sft", train_sample_expmode="discard"),
-    "sft, no advice": dict(method="sft", train_rollout_expmode="woexp", val_rollout_expmode="woexp"),
+    "sft": dict(method="sft"),
     "sd": dict(method="sd"),
+    "HET, no guard": dict(off_policy_neg="keep"),
+    "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
+MAIN = list(ARMS)[:6]
 
 
 def options_of(game, arm):
     """The flags of an arm; as many iterations as the rollouts allow."""
     options = GAMES[game] | ARMS[arm]
     per_iteration = 60 if "replay" in arm else 64  # 4 of 8 tasks get one replayed member
-    filled = FILL if options.get("method") != "baseline" and arm != "sft, no advice" else 0
+    filled = FILL if options.get("method") != "baseline" else 0
     return options | dict(num_iterations=(ROLLOUTS - filled) // per_iteration)
 
 
@@ -74,7 +74,7 @@ def run(job):
         return wrapped
 
     def warm_start(policy, env, dialogue, args):
-        names = "seed env num_families secret_length force_odds max_turns warm_start_steps warm_start_follow".split()
+        names = "seed env num_families max_turns warm_start_steps warm_start_follow".split()
         key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
@@ -86,7 +86,8 @@ def run(job):
     het.validate = untimed(het.validate)
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
-        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 4))
+        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
+        options |= dict(eval_size=EVAL_SIZE)
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
@@ -179,7 +180,7 @@ if __name__ == "__main__":
     parser.add_argument("--tune", action="store_true", help="learning rates on the tuning seeds, into het_tuning.csv")
     parser.add_argument("--table", action="store_true", help="no training: the tables of the page, and the picture")
     parser.add_argument("--games", nargs="*", default=list(GAMES))
-    parser.add_argument("--arms", nargs="*", default=list(ARMS))
+    parser.add_argument("--arms", nargs="*", default=MAIN)
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="to tune over")
     options = parser.parse_args()
@@ -188,7 +189,8 @@ if __name__ == "__main__":
     for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
         for game in options.games:
             for arm in options.arms:
-                own = options.rates if options.tune else [chosen.get((game, arm), 2e-3)]
+                rate = chosen.get((game, arm), 1e-3 if arm.startswith("sft") else 2e-3)
+                own = options.rates if options.tune else [rate]
                 jobs += [(game, arm, rate, seed) for rate in own if (game, arm, rate, seed) not in done]
     for job in [] if options.table else jobs:
         with multiprocessing.get_context("spawn").Pool(1) as workers:  # a process of its own: its CPU seconds
