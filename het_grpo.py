@@ -107,8 +107,8 @@ class Args:
 
     # optimization
     num_iterations: int = 150  # rollout + update rounds
-    learning_rate: float = 2e-3  # the highest one
-    lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, ... of transformers
+    learning_rate: float = 2e-3  # the highest; by default it falls linearly to 0
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"  # its shape
     warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
     update_epochs: int = 1  # passes over the rollouts of an iteration
@@ -1075,7 +1075,8 @@ def main(args: Args) -> dict[str, float]:
     parameters, lr = list(policy.parameters()), args.learning_rate
     optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
     steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
-    scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, **steps)
+    kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
+    scheduler = transformers.get_scheduler(kind, optimizer, **steps)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
     play = functools.partial(collect, policy, envs, pool, dialogue, args)
