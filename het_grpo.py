@@ -334,7 +334,7 @@ def token_logprobs(logits, ids, temperature, max_logits=2**25):
     # v1: memory: float32 copies of a few rows at a time, made again in the backward pass
     size = max(1, max_logits // logits[0].numel())
     if len(ids) > size:
-        rest = (temperature, math.inf)
+        rest = (temperature, sys.maxsize)
         pieces = zip(logits.split(size), ids.split(size), strict=True)
         outputs = [checkpoint(token_logprobs, *x, *rest, use_reentrant=False) for x in pieces]
         return tuple(map(torch.cat, zip(*outputs, strict=True)))
@@ -907,13 +907,13 @@ class Run:
             from matplotlib.figure import Figure
 
             (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-            axes = figure.subplots(1, len(panels))
-            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+            height = math.ceil(len(panels) / 4)
+            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+            for i, (title, keys) in enumerate(panels.items(), 1):
+                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
                 for key in keys:
                     points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
                     axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.set(title=title, xlabel=xlabel)
                 axis.legend()
             figure.savefig(self.dir / "curves.png")
         if self.wandb:

@@ -4,10 +4,10 @@
     python benchmark/het_study.py             # what is not in the CSV yet, then the picture
     python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSV
 
-Every run is `het_grpo.py` with the flags of its arm and about ROLLOUTS rollouts: those that fill the pool count, and an
+Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an
 arm that replays trains for more iterations. Success is that of the frozen policy, greedy, in held-out rooms. CPU time
-is that of the process without warm start and evaluation. All runs of a game start from one policy, the warm start of
-the first run that there is; seeds decide tasks, rollouts and order.
+is that of the process without warm start and evaluation. The warm start is a function of the seed and the game, so it
+is made once and shared by the arms of a seed.
 """
 
 import argparse
@@ -32,8 +32,8 @@ STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
 SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (21, 22)
 COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds", "unguided", "guided", "unseen"]
 COLUMNS += ["episodic_return", "off_p99"]
-ROLLOUTS, FILL, EVAL_SIZE = 5_120, 768, 240
-GAMES = {"lock": {}}
+ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
+GAMES = {"lock": dict(updated_freq=1)}  # the pool grows with every iteration
 TITLES = {"lock": "lock: every success can be trusted"}
 RATES = (1e-3, 2e-3)
 REPLAY = dict(use_experience_replay=True)
@@ -74,7 +74,7 @@ def run(job):
         return wrapped
 
     def warm_start(policy, env, dialogue, args):
-        names = "env num_families max_turns warm_start_steps warm_start_follow".split()
+        names = "seed env num_families max_turns warm_start_steps warm_start_follow".split()
         key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
@@ -86,7 +86,7 @@ def run(job):
     het.validate = untimed(het.validate)
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
-        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 2))
+        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
         options |= dict(eval_size=EVAL_SIZE)
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))

@@ -3,7 +3,7 @@
     python het_grpo.py --env benchmark/lake.py:Lake --max-turns 10
 
 A task is a seed. Twelve families of tasks share twelve maps, which nobody is shown; seeds from a million on, where the
-warm start practises, have maps of their own, so that it learns to read positions and advice and none of the twelve maps.
+warm start practises, have maps of their own, so that it learns to read positions and advice and none of the twelve.
 """
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map

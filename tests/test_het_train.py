@@ -148,7 +148,7 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("old, guard", [("stripped", "weigh"), ("stripped", "keep"), ("behavior", "keep")])
 def test_stripped_samples(old, guard, tmp_path, monkeypatch):
-    """Old log-probs: pi(y|x), ratio 1 at first, or what the sampler had. The guard weighs failures by their quotient."""
+    """Old log-probs: pi(y|x), ratio 1 at first, or the sampler's. The guard weighs failures by their quotient."""
     monkeypatch.setattr(torch, "randperm", torch.arange)
     samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
     options = dict(method="ei", off_old_logp=old, off_policy_neg=guard, num_minibatches=1, num_iterations=1)
@@ -202,11 +202,12 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = record(monkeypatch, "grpo_loss")
     options = RECORDED | dict(num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5)
-    options |= dict(shaping_beta=0.3, update_epochs=2, learning_rate=1e-2, num_iterations=5)
+    options |= dict(shaping_beta=0.3, update_epochs=2, learning_rate=1e-2, num_iterations=5, off_old_logp="behavior")
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
-        total = 0.0
+        total, replayed = 0.0, mb["replay_mask"].bool()
+        assert torch.equal(mb["logprobs"][replayed], mb["recorded_old_log_probs"][replayed]), "not the sampler's"
         for place in mb["response_mask"].nonzero().tolist():
             w, a = logratio[*place].exp().item(), mb["advantages"][*place].item()
             kind = int(mb["exp_mask"][*place]) + int(mb["replay_mask"][*place])
@@ -251,7 +252,8 @@ def test_replay_at_unchanged_weights_has_ratio_one(reverse, tmp_path, monkeypatc
 
 def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch):
     """Weights move: replayed tokens carry what was measured when they were sampled, others today's."""
-    samples, replaced = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "_replace_recorded_old_log_probs")
+    samples = record(monkeypatch, "samples_to_dataproto")
+    replaced = record(monkeypatch, "_replace_recorded_old_log_probs")
     path = pool_file(tmp_path / "pool", NASTY)
     run(tmp_path / "run", num_iterations=5, learning_rate=1e-2, experience_pool=path, **RECORDED)
     then, compared = {}, 0
@@ -323,16 +325,18 @@ def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
 def test_one_step_against_an_oracle(tmp_path, monkeypatch):
     """Plain GRPO written again, row by row, without padding: losses, gradients and weights of one iteration."""
     monkeypatch.setattr(torch, "randperm", torch.arange)
-    calls, lms, gradients, real_clip = record(monkeypatch, "samples_to_dataproto"), [], [], torch.nn.utils.clip_grad_norm_
+    calls, lms, gradients = record(monkeypatch, "samples_to_dataproto"), [], []
+    real_clip, real_compute = torch.nn.utils.clip_grad_norm_, het.compute_log_prob
 
     def clip(parameters, most):
         gradients.append([p.grad.clone() for p in parameters])
         return real_clip(parameters, most)
 
-    real_compute = het.compute_log_prob
-    monkeypatch.setattr(
-        het, "compute_log_prob", lambda policy, *args: (lms.append(copy.deepcopy(policy.lm)), real_compute(policy, *args))[1]
-    )
+    def compute(policy, *args):
+        lms.append(copy.deepcopy(policy.lm))
+        return real_compute(policy, *args)
+
+    monkeypatch.setattr(het, "compute_log_prob", compute)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     options = dict(num_iterations=1, update_epochs=2, temperature=0.9, learning_rate=1e-2)
     metrics = run(tmp_path / "run", method="baseline", **options)
