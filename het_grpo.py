@@ -258,7 +258,7 @@ class TextEnv:
         return str(obs), float(reward), bool(terminated), bool(truncated), info
 
 
-def practice(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
+def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
     """A game of a teacher that follows advice most of the time and without any acts at random: what
     it says is an action or, if any text will do, a word it just read.  -> question, advice, turns"""
     question, info = env.reset(seed)
@@ -287,7 +287,7 @@ def spoken_words(env: TextEnv, seeds: list[int], records: list[dict], args) -> l
     texts = [*env.actions, args.experience_template, "not an action : 0 1 2 3 4 5 6 7 8 9"]
     texts += [record["text"] for record in records]
     for seed in seeds:
-        question, advice, turns = practice(env, seed, random.Random(seed), args)
+        question, advice, turns = practice_game(env, seed, random.Random(seed), args)
         texts += [question, advice, *sum(turns, ())]
     return sorted({word for text in texts for word in re.findall(WORD, text)})
 
@@ -759,7 +759,7 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def rollout(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, step, uniforms=None):
+def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, step, uniforms=None):
     """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens).
     One cache over all turns: the environment's tokens are fed with the next step, in blocks of
     unequal length, padded on the left, since rows may be in different turns."""
@@ -817,13 +817,13 @@ def rollout(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, 
 
 
 def collect(policy, envs, pool, dialogue, args, trajectories, step, uniforms=None):
-    """rollout() of all, each rank playing its own.  -> everybody's, by (data_id, rollout_id)"""
+    """play_games() for all, each rank playing its own.  -> everybody's, by (data_id, rollout_id)"""
     mine = trajectories[args.rank :: args.world_size]
     for start in range(0, len(mine), len(envs)):
         part = mine[start : start + len(envs)]
         places = [t.data_id for t in part], [t.rollout_id for t in part]
         drawn = None if uniforms is None else uniforms[places]  # (b, turns x tokens)
-        rollout(policy, part, envs[: len(part)], pool, dialogue, args, step, drawn)
+        play_games(policy, part, envs[: len(part)], pool, dialogue, args, step, drawn)
     parts = [mine] * args.world_size
     if args.world_size > 1:
         dist.all_gather_object(parts, mine)
@@ -989,14 +989,14 @@ def sum_gradients(policy, world_size: int):
 
 
 # --- main ---
-def warm_start(policy, env, dialogue, args):
+def practise(policy, env, dialogue, args):
     """Supervised steps on rules made at random: it learns to play, to follow advice, and no secret."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
     for _ in tqdm(range(args.warm_start_steps), desc="warm start", disable=not sys.stderr.isatty()):
         games = []
         for seed in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
-            question, advice, turns = practice(env, seed, rng, args)
+            question, advice, turns = practice_game(env, seed, rng, args)
             told = inject_experience(question, advice, args.experience_template)
             t = Trajectory(seed, prompt_ids=dialogue.prompt(told))
             for action, text in turns:
@@ -1066,7 +1066,7 @@ def main(args: Args) -> dict[str, float]:
     resuming = args.resume and path.exists()
     needs_start = args.method == "sd"  # its teacher is the policy as it starts
     if args.model_name is None and (needs_start or not resuming):
-        warm_start(policy, envs[0], dialogue, args)
+        practise(policy, envs[0], dialogue, args)
     for parameter in policy.parameters() if world_size > 1 else ():
         dist.broadcast(parameter.data, 0)
     reference = copy.deepcopy(policy).requires_grad_(False) if needs_start else None

@@ -73,7 +73,7 @@ def run(job):
 
         return wrapped
 
-    def warm_start(policy, env, dialogue, args):
+    def practise(policy, env, dialogue, args):
         names = "seed env num_families max_turns warm_start_steps warm_start_follow".split()
         key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
@@ -82,7 +82,7 @@ def run(job):
             torch.save(policy.state_dict(), path)
         policy.load_state_dict(torch.load(path, weights_only=True))
 
-    real, het.warm_start = het.warm_start, untimed(warm_start)
+    real, het.practise = het.practise, untimed(practise)
     het.validate = untimed(het.validate)
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")

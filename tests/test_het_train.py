@@ -646,7 +646,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
     def play(rows):
         games = [het.Trajectory(i, guided=True) for i in rows]
-        het.rollout(policy, games, envs[: len(rows)], pool, dialogue, args, 1, uniforms[rows])
+        het.play_games(policy, games, envs[: len(rows)], pool, dialogue, args, 1, uniforms[rows])
         return games
 
     together = play(list(range(6)))
