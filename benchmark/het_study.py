@@ -34,7 +34,7 @@ COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds",
 COLUMNS += ["episodic_return", "off_p99"]
 ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
 GAMES = {"lock": dict(updated_freq=1)}  # the pool grows with every iteration
-TITLES = {"lock": "lock: every success can be trusted"}
+TITLES = {"lock": "twelve locks, seven turns"}
 RATES = (1e-3, 2e-3)
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
@@ -162,7 +162,8 @@ def plot(curves, path):
                     np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided")
                 )
                 axis.plot(x, y, ".-", color=f"C{number}")
-                ends.append([y[-1], x[-1], arm, f"C{number}"])
+                name = arm if len(mine) >= len(SEEDS) else f"{arm} ({len(mine)} seeds)"
+                ends.append([y[-1], x[-1], name, f"C{number}"])
         ends.sort()
         for before, after in zip(ends, ends[1:], strict=False):  # names must not cover each other
             after[0] = max(after[0], before[0] + 0.055)
