@@ -665,7 +665,7 @@ def group_advantages(rewards, group_ids):
 
 def k3_kl(logprobs, ref_logprobs):
     """KL(pi | pi_ref) per token, never negative (Schulman's k3), for logging.  2 x (B,R) -> (B,R)"""
-    logratio = ref_logprobs - logprobs
+    logratio = (ref_logprobs - logprobs).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
 

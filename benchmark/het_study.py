@@ -168,10 +168,12 @@ def plot(curves, path):
         for before, after in zip(ends, ends[1:], strict=False):  # names must not cover each other
             after[0] = max(after[0], before[0] + 0.055)
         for y, x, arm, color in ends:
-            axis.annotate(arm, (x, y), xytext=(4, 0), textcoords="offset points", color=color, va="center", fontsize=8)
+            place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
+            axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
         what = "rollouts" if column == "global_step" else "CPU seconds (without warm start and evaluation)"
         axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=TITLES[game])
-        axis.set_xlim(0, axis.get_xlim()[1] * 1.25)
+        axis.set_xlim(0, axis.get_xlim()[1] * 1.4)
+        axis.set_ylim(-0.04, 1.14)
         axis.grid(alpha=0.3)
     FigureCanvasAgg(figure).print_png(path)
 
