@@ -1,232 +1,209 @@
-"""Does experience help an agent? Methods, clips, old log-probs and replay on the built-in locks, for equal rollouts.
+"""Does experience help an agent more than imitating its own successes? Equal rollouts, equal start, two games.
 
-    python benchmark/het_study.py --tune              # learning rates of each arm, on seeds that are not reported
-    python benchmark/het_study.py                     # everything that is not in the CSV yet, then table and picture
-    python benchmark/het_study.py --only methods      # one question
-    python benchmark/het_study.py --plot              # table and picture from the CSV
+    python benchmark/het_study.py --tune      # learning rates and views of each arm, on seeds that are not reported
+    python benchmark/het_study.py             # what is not in the CSV yet, then the picture
+    python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSV
 
-Every run is `het_grpo.py` with the flags of its arm and the same --num-rollouts: those that fill the pool count, and an
-arm that replays trains for more iterations. Success is that of the frozen policy, greedy, on 504 held-out rooms. The
-warm start is a function of the seed and the environment, so it is made once and shared by the arms of a seed.
+Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an
+arm that replays trains for more iterations. Success is that of the frozen policy, greedy, in held-out rooms. CPU time
+is that of the process without warm start and evaluation. The warm start is a function of the seed and the game, so it
+is made once and shared by the arms of a seed.
 """
 
 import argparse
 import csv
+import hashlib
 import json
+import math
 import multiprocessing
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-import numpy as np
+import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-COLUMNS = ["study", "arm", "learning_rate", "seed", "global_step", "seconds", "unguided", "guided"]
-COLUMNS += ["off_p99", "all_fail", "rescued"]
-SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
-RATES = (4e-4, 1e-3, 2e-3)
-COMMON = dict(device="cpu", save_every=0, eval_every=40, num_rollouts=10_240)
-PLAIN = dict(method="baseline", val_rollout_expmode="woexp")
+import het_grpo as het
+
+STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
+SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (21, 22)
+COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds", "unguided", "guided", "unseen"]
+COLUMNS += ["episodic_return", "off_p99"]
+ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
+GAMES = {"lock": dict(updated_freq=1)}  # the pool grows with every iteration
+TITLES = {"lock": "twelve locks, seven turns"}
+RATES = (1e-3, 2e-3)
 REPLAY = dict(use_experience_replay=True)
-PUBLISHED = REPLAY | dict(replay_old_logp="recorded", replay_loss="shape", retire_solved=True, bucket_weights="normal")
-PUBLISHED |= dict(experience_lbound=0, replay_start="success", replay_start_ratio=0.35)
-PARTS = dict(env="lock-parts", num_families=16)
-STUDIES = {
-    "methods": {
-        "baseline": PLAIN,
-        "HET": dict(method="het"),
-        "EC": dict(method="ec"),
-        "EI": dict(method="ei"),
-    },
-    "replay": {
-        "baseline + replay": PLAIN | REPLAY,
-        "baseline + replay, published": PLAIN | PUBLISHED,
-        "baseline + replay, recorded log-probs": PLAIN | REPLAY | dict(replay_old_logp="recorded"),
-        "baseline + replay, shape": PLAIN | REPLAY | dict(replay_loss="shape"),
-        "baseline + replay, solved tasks retire": PLAIN | REPLAY | dict(retire_solved=True),
-        "baseline + replay, argmax": PLAIN | REPLAY | dict(exp_select_mode="argmax"),
-        "baseline + replay, random": PLAIN | REPLAY | dict(exp_select_mode="random"),
-        "HET + replay": REPLAY,
-    },
-    "clip": {
-        "HET, off clip .28": dict(off_cliprange_high=0.28),
-        "HET, off clip 1.0": dict(off_cliprange_high=1.0),
-        "HET, behavior": dict(off_old_logp="behavior"),
-    },
-    "parts": {
-        "baseline": PLAIN | PARTS,
-        "baseline + replay": PLAIN | REPLAY | PARTS,
-        "HET": PARTS,
-    },
+ARMS = {
+    "baseline": dict(method="baseline"),
+    "baseline + replay": dict(method="baseline") | REPLAY,
+    "HET": {},
+    "HET + replay": REPLAY,
+    "sft": dict(method="sft"),
+    "sd": dict(method="sd"),
+    "HET, no guard": dict(off_policy_neg="keep"),
+    "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
-TUNED = [("methods", arm) for arm in STUDIES["methods"]] + [("replay", "baseline + replay")]
+MAIN = list(ARMS)[:6]
 
 
-def warm_started(real):
-    """practise() with a memory on disk."""
-    import torch
-
-    def practise(policy, world, dialogue, pad_id, args):
-        path = Path(tempfile.gettempdir()) / f"het_warm_{args.env}_{args.num_families}_{args.seed}.pt"
-        if not path.exists():
-            real(policy, world, dialogue, pad_id, args)
-            torch.save(policy.state_dict(), path)
-        policy.load_state_dict(torch.load(path, weights_only=True))
-
-    return practise
+def options_of(game, arm):
+    """The flags of an arm; as many iterations as the rollouts allow."""
+    options = GAMES[game] | ARMS[arm]
+    per_iteration = 60 if "replay" in arm else 64  # 4 of 8 tasks get one replayed member
+    filled = FILL if options.get("method") != "baseline" else 0
+    return options | dict(num_iterations=(ROLLOUTS - filled) // per_iteration)
 
 
 def run(job):
     """One training run -> rows for the CSV."""
-    import torch
+    game, arm, rate, seed = job
+    clock = dict(excluded=0.0, seen=[])
 
-    torch.set_num_threads(1)
-    import het_grpo
+    def untimed(function):
+        def wrapped(*args, **kwargs):
+            clock["seen"].append(time.process_time() - clock["excluded"])
+            start = time.process_time()
+            result = function(*args, **kwargs)
+            clock["excluded"] += time.process_time() - start
+            return result
 
-    het_grpo.practise = warm_started(het_grpo.practise)
-    het_grpo.plot_curves = het_grpo.save_model = lambda *args: None
-    study, arm, rate, seed = job
+        return wrapped
+
+    def practise(policy, env, dialogue, args):
+        names = "seed env num_families max_turns warm_start_steps warm_start_follow".split()
+        key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
+        path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
+        if not path.exists():
+            real(policy, env, dialogue, args)
+            torch.save(policy.state_dict(), path)
+        policy.load_state_dict(torch.load(path, weights_only=True))
+
+    real, het.practise = het.practise, untimed(practise)
+    het.validate = untimed(het.validate)
     with tempfile.TemporaryDirectory() as folder:
-        options = COMMON | STUDIES[study][arm] | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
+        options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
+        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
+        options |= dict(eval_size=EVAL_SIZE)
         sys.stdout = open("/dev/null", "w")
-        het_grpo.main(het_grpo.Args(**options))
+        het.main(het.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-    done, since = [], []
+    done, worst, times = [], 0.0, iter(clock["seen"][1:])
     for row in rows:
-        since.append(row)
+        worst = max(worst, row.get("ratio/off_p99") or 0.0)
         if "eval/success_rate" in row:
-            means = []
-            for key in ("ratio/off_p99", "groups/all_fail", "groups/rescued"):  # means since the last evaluation
-                values = [r[key] for r in since if r.get(key) is not None]
-                means.append(round(statistics.mean(values), 5) if values else "")
-            scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided")]
-            done.append([study, arm, rate, seed, row["global_step"], row["time"], *scores, *means])
-            since = []
+            scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
+            seconds = next(times) - clock["seen"][0]
+            scores.append(row["eval/episodic_return"])
+            done.append([game, arm, rate, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
     return done
 
 
 def read(path):
-    """{(study, arm, learning rate, seed): rows}"""
+    """{(game, arm, learning rate, seed): rows}"""
     curves = {}
     if path.exists():
         for row in csv.DictReader(open(path)):
-            key = row["study"], row["arm"], float(row["learning_rate"]), int(row["seed"])
+            key = row["game"], row["arm"], float(row["learning_rate"]), int(row["seed"])
             curves.setdefault(key, []).append(row)
     return curves
 
 
-def numbers(curve, column):
-    return [float(row[column]) for row in curve if row[column] != ""]
+def numbers(curves, column):
+    """Values at the end of each run that has them."""
+    return [float(curve[-1][column]) for curve in curves if curve[-1][column] != ""]
 
 
 def best_rates(tuning):
-    """The rate with the highest unguided success at the end, mean over the tuning seeds, per arm."""
+    """{(game, arm): the rate with the highest mean return at the end, over the tuning seeds}"""
     found = {}
-    for (study, arm, rate, _), curve in tuning.items():
-        found.setdefault((study, arm), {}).setdefault(rate, []).append(numbers(curve, "unguided")[-1])
+    for (game, arm, rate, _), curve in tuning.items():
+        found.setdefault((game, arm), {}).setdefault(rate, []).append(float(curve[-1]["episodic_return"]))
     return {key: max(rates, key=lambda r: statistics.mean(rates[r])) for key, rates in found.items()}
 
 
-def rate_of(study, arm, rates):
-    """Of the arm itself or of the tuned one that it is a variant of."""
-    parent = arm.split(",")[0]
-    if parent.endswith("+ replay"):
-        key = ("replay", "baseline + replay") if parent.startswith("baseline") else ("methods", "HET")
-    else:
-        key = "methods", parent
-    return rates.get(key, rates["methods", "HET"])  # not tuned yet
-
-
-def table(study, curves):
-    """Markdown: arm, rate, unguided and guided success at the end, mean over the run, worst ratio, groups rescued."""
-    lines = ["| arm | lr | unguided | by seed | guided | over the run | off p99 | all-fail groups | of them rescued |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for arm in STUDIES[study]:
-        rates = sorted({key[2] for key in curves if key[:2] == (study, arm)})
-        for rate in rates:
-            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (study, arm, rate)]
-            last = [numbers(curve, "unguided")[-1] for curve in mine]
-            spread = statistics.stdev(last) if len(last) > 1 else 0.0
-            cells = [f"{statistics.mean(last):.2f} ± {spread:.2f}", " ".join(f"{x:.2f}" for x in last)]
-            guided = [values[-1] for curve in mine if (values := numbers(curve, "guided"))]
-            cells.append(f"{statistics.mean(guided):.2f}" if guided else "–")
-            cells.append(f"{statistics.mean(x for curve in mine for x in numbers(curve, 'unguided')[1:]):.2f}")
-            p99, failed, rescued = (
-                [x for curve in mine for x in numbers(curve, column)] for column in ("off_p99", "all_fail", "rescued")
-            )
-            cells.append(f"{statistics.mean(p99):.3g}" if p99 else "–")
-            cells.append(f"{statistics.mean(failed):.2f}")
-            cells.append(f"{sum(rescued) / sum(failed):.2f}" if sum(rescued) else "–")
-            lines.append(f"| {arm} | {rate:g} | " + " | ".join(cells) + " |")
+def table(game, curves):
+    """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
+    lines = ["| arm | lr | seeds | unguided success | by seed | guided | unseen, told | return | rollouts | CPU s |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    for arm in ARMS:
+        for rate in sorted({key[2] for key in curves if key[:2] == (game, arm)}):
+            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, rate)]
+            seeds = " ".join(str(key[3]) for key in sorted(curves) if key[:3] == (game, arm, rate))
+            cells = [f"{arm} | {rate:g} | {seeds}", f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**"]
+            cells.append(" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")))
+            for column in ("guided", "unseen", "episodic_return"):
+                found = numbers(mine, column)
+                cells.append(f"{statistics.mean(found):.2f}" if found else "–")
+            cells += [f"{statistics.mean(numbers(mine, c)):,.0f}" for c in ("global_step", "cpu_seconds")]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def plot(curves, path):
+    """Unguided success against rollouts and against CPU seconds, a row per game, arms named at their ends."""
+    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    studies = [study for study in STUDIES if any(key[0] == study for key in curves)]
-    figure = Figure(figsize=(11, 3.2 * len(studies)), layout="tight")
-    for i, (study, column) in enumerate([(study, c) for study in studies for c in ("unguided", "guided")], 1):
-        axis = figure.add_subplot(len(studies), 2, i)
-        compared = [(study, arm) for arm in STUDIES[study]]
-        if study in ("replay", "clip"):
-            compared.insert(0, ("methods", "baseline" if study == "replay" else "HET"))  # what they vary
-        for number, key in enumerate(compared):
-            mine = [curve for k, curve in curves.items() if k[:2] == key and numbers(curve, column)]
+    games = [game for game in GAMES if any(key[0] == game for key in curves)]
+    figure = Figure(figsize=(11, 3.8 * len(games)), layout="constrained")
+    places = [(game, column) for game in games for column in ("global_step", "cpu_seconds")]
+    for i, (game, column) in enumerate(places, 1):
+        axis = figure.add_subplot(len(games), 2, i)
+        ends = []
+        for number, arm in enumerate(ARMS):
+            mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
-                x = np.linspace(max(numbers(c, "global_step")[0] for c in mine), COMMON["num_rollouts"], 60)
-                y = [np.interp(x, numbers(c, "global_step"), numbers(c, column)) for c in mine]
-                axis.plot(x, np.mean(y, 0), color=f"C{number}", label=f"{key[1]} ({len(mine)} seeds)")
-        axis.set_title(f"{study}: {column} validation success", fontsize=9)
-        axis.set_xlabel("rollouts", fontsize=8)
-        axis.set_ylim(-0.02, 1.02)
+                x, y = (
+                    np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided")
+                )
+                axis.plot(x, y, ".-", color=f"C{number}")
+                name = arm if len(mine) >= len(SEEDS) else f"{arm} ({len(mine)} seeds)"
+                ends.append([y[-1], x[-1], name, f"C{number}"])
+        ends.sort()
+        for before, after in zip(ends, ends[1:], strict=False):  # names must not cover each other
+            after[0] = max(after[0], before[0] + 0.055)
+        for y, x, arm, color in ends:
+            place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
+            axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
+        what = "rollouts" if column == "global_step" else "CPU seconds (without warm start and evaluation)"
+        axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=TITLES[game])
+        axis.set_xlim(0, axis.get_xlim()[1] * 1.4)
+        axis.set_ylim(-0.04, 1.14)
         axis.grid(alpha=0.3)
-        if axis.lines:
-            axis.legend(fontsize=6)
-    path.parent.mkdir(exist_ok=True)
     FigureCanvasAgg(figure).print_png(path)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(STUDIES), help="one of the questions")
-    parser.add_argument("--arms", nargs="*", help="these arms only")
-    parser.add_argument("--seeds", nargs="*", type=int, help="these seeds only")
-    parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="learning rates to tune over")
     parser.add_argument("--tune", action="store_true", help="learning rates on the tuning seeds, into het_tuning.csv")
-    parser.add_argument("--plot", action="store_true", help="no training")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--table", action="store_true", help="no training: the tables of the page, and the picture")
+    parser.add_argument("--games", nargs="*", default=list(GAMES))
+    parser.add_argument("--arms", nargs="*", default=MAIN)
+    parser.add_argument("--seeds", nargs="*", type=int)
+    parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="to tune over")
     options = parser.parse_args()
-    tuning_path, study_path = HERE / "het_tuning.csv", HERE / "het_study.csv"
-    path = tuning_path if options.tune else study_path
-    rates, done = best_rates(read(tuning_path)), read(path)
-    jobs = []
-    for study in [options.only] if options.only else STUDIES:
-        for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
-            for arm in [arm for arm in STUDIES[study] if not options.arms or arm in options.arms]:
-                if not options.tune:
-                    own = [rate_of(study, arm, rates)]
-                else:
-                    own = options.rates if (study, arm) in TUNED else []
-                jobs += [(study, arm, rate, seed) for rate in own if (study, arm, rate, seed) not in done]
-    if not options.plot:
-        new = not path.exists() or not path.stat().st_size
-        with multiprocessing.get_context("spawn").Pool(options.workers) as pool, open(path, "a", newline="") as file:
-            writer = csv.writer(file)
-            if new:
-                writer.writerow(COLUMNS)
-            for i, rows in enumerate(pool.imap_unordered(run, jobs), 1):
-                writer.writerows(rows)
-                file.flush()
-                _, arm, rate, seed, _, seconds, unguided, *_ = rows[-1]
-                text = f"[{i}/{len(jobs)}] {arm}, lr {rate}, seed {seed}: {unguided:.3f} in {seconds:.0f} s"
-                print(text, flush=True)
-    curves = read(path)
-    for study in STUDIES:
-        if any(key[0] == study for key in curves):
-            print(f"\n{study}\n{table(study, curves)}")
-    if not options.tune:
-        plot(curves, HERE.parent / "docs" / "het_study.png")
+    path, chosen = TUNING if options.tune else STUDY, best_rates(read(TUNING))
+    done, jobs = read(path), []
+    for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
+        for game in options.games:
+            for arm in options.arms:
+                rate = chosen.get((game, arm), 1e-3 if arm.startswith("sft") else 2e-3)
+                own = options.rates if options.tune else [rate]
+                jobs += [(game, arm, rate, seed) for rate in own if (game, arm, rate, seed) not in done]
+    for job in [] if options.table else jobs:
+        with multiprocessing.get_context("fork").Pool(1) as workers:  # a process of its own: its CPU seconds
+            rows = workers.apply(run, (job,))
+        new = not path.exists()
+        with open(path, "a", newline="") as file:
+            csv.writer(file).writerows([COLUMNS] * new + rows)
+        print(rows[-1], flush=True)
+    for game in GAMES:
+        if any(key[0] == game for key in read(path)):
+            print(f"\n{TITLES[game]}\n\n{table(game, read(path))}")
+    if not options.tune and read(STUDY):
+        plot(read(STUDY), HERE.parent / "docs" / "het_study.png")

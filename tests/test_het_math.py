@@ -1,9 +1,10 @@
-"""het_grpo.py: every number of the spec by hand, the pool, the options. Functions come from the script."""
+"""het_grpo.py: every number of the spec by hand, the pool, the memory, the options. Functions come from the script."""
 
 import json
 import math
+import random
+from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,32 +15,17 @@ def row(*values):
     return torch.tensor([values], dtype=torch.float32)
 
 
-def surrogate(advantage, w, high):
-    """Loss of one token with ratio w."""
-    ones = row(1.0)
-    old = row(0.0)
-    new = row(math.log(w)).requires_grad_()
-    clips = dict(clip_low=0.2, clip_high=high, clip_c=3.0)
-    loss, ratio, _ = het.policy_loss(new, old, row(advantage), ones, ones, torch.tensor(1.0), **clips)
-    assert ratio.item() == pytest.approx(w, rel=1e-6)
-    return loss.item()
+def rng(seed=0):
+    return random.Random(seed)
 
 
 # --- shares ---
-def test_guided_rollouts_per_group():
+def test_shares():
     for n, guided in ((8, 4), (1, 0), (3, 1), (5, 2)):
-        assert sum(het.draw_guided(n, "mixed", 0.5, np.random.default_rng(0))) == guided
-    assert sum(het.draw_guided(8, "all", 1.0, np.random.default_rng(0))) == 8
-    assert sum(het.draw_guided(8, "woexp", 0.0, np.random.default_rng(0))) == 0
-    places = {tuple(het.draw_guided(4, "mixed", 0.5, np.random.default_rng(i))) for i in range(200)}
-    assert len(places) == 6, "all C(4,2) places come up"
-
-
-def test_kept_tasks():
-    assert sum(het.draw_kept_tasks(100, "hybrid", 0.29, np.random.default_rng(0))) == 29
-    assert sum(het.draw_kept_tasks(4, "hybrid", 0.5, np.random.default_rng(0))) == 2
-    assert het.draw_kept_tasks(3, "keep", 1.0, np.random.default_rng(0)) == [True] * 3
-    assert het.draw_kept_tasks(3, "discard", 0.0, np.random.default_rng(0)) == [False] * 3
+        assert sum(het.draw(n, "mixed", 0.5, rng())) == guided
+    assert sum(het.draw(100, "hybrid", 0.29, rng())) == 29
+    assert [sum(het.draw(8, mode, 0.5, rng())) for mode in ("all", "keep", "woexp", "discard")] == [8, 8, 0, 0]
+    assert len({tuple(het.draw(4, "mixed", 0.5, rng(i))) for i in range(200)}) == 6, "all C(4,2) places come up"
 
 
 # --- losses ---
@@ -49,42 +35,28 @@ def test_kept_tasks():
     + [(-1, 4.0, 0.28, 3.0), (-1, 4.0, 0.6, 3.0), (-1, 0.5, 0.28, 0.8), (1, 1.7, 0.6, -1.6)],
 )
 def test_surrogates(advantage, w, high, loss):
-    assert surrogate(advantage, w, high) == pytest.approx(loss, abs=1e-6)
+    found, clipped = het.policy_loss(row(math.log(w)), row(0.0), row(advantage), 0.2, high, 3.0)
+    assert found.item() == pytest.approx(loss, abs=1e-6)
+    assert clipped.item() == (abs(loss + advantage * w) > 1e-6)
 
 
 def test_shaping():
-    ones, one = row(1.0), torch.tensor(1.0)
     for w, f in ((0.1, 0.5), (1.0, 0.9090909)):
-        loss = het.shaped_loss(row(math.log(w)), row(0.0), ones, ones, ones, one, 0.1)
-        assert loss.item() == pytest.approx(-f, abs=1e-6)
+        assert het.shaped_loss(row(math.log(w)), row(0.0), row(1.0), 0.1).item() == pytest.approx(-f, abs=1e-6)
     for advantage in (1.0, -2.0):
         new = row(0.0).requires_grad_()
-        het.shaped_loss(new, row(0.0), row(advantage), ones, ones, one, 0.1).backward()
+        het.shaped_loss(new, row(0.0), row(advantage), 0.1).backward()
         assert new.grad.item() == pytest.approx(-0.0826446 * advantage, abs=1e-6)
 
 
-def test_masked_tokens_cannot_poison_a_loss():
-    mask = row(1.0, 0.0)
-    new = row(0.0, 50.0).requires_grad_()
-    loss = het.shaped_loss(new, row(0.0, 0.0), row(1.0, 1.0), mask, mask, torch.tensor(1.0), 0.1)
-    loss.backward()
-    assert loss.item() == pytest.approx(-0.9090909, abs=1e-6) and new.grad[0, 1] == 0
-
-
-def test_k3():
+def test_k3_and_entropy():
     assert het.k3_kl(row(0.0), row(0.5)).item() == pytest.approx(0.1487213, abs=1e-6)
-
-
-def test_entropy_of_known_distributions():
-    head = torch.nn.Linear(2, 2, bias=False)
-    head.weight.data = torch.eye(2)
-    hidden = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
-    logprobs, entropy = het.token_logprobs(head, hidden, torch.tensor([0, 1]), 1.0)
+    logits = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()
+    logprobs, entropy = het.token_logprobs(logits, torch.tensor([[0, 1]]), 1.0)
     assert entropy.mean().item() == pytest.approx(0.5091151, abs=1e-6)
-    assert logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.1)], abs=1e-6)
+    assert logprobs[0].tolist() == pytest.approx([math.log(0.5), math.log(0.1)], abs=1e-6)
 
 
-# --- advantages ---
 @pytest.mark.parametrize(
     "rewards, expected",
     [
@@ -97,10 +69,8 @@ def test_entropy_of_known_distributions():
 )
 def test_group_advantages(rewards, expected):
     rewards = torch.tensor(rewards, dtype=torch.float32)
-    alone = het.group_advantages(rewards, torch.zeros(len(rewards), dtype=int))
-    assert alone.tolist() == pytest.approx(expected, abs=1e-6)
-    # interleaved with another group, whatever its rewards are
-    mixed = torch.stack([rewards, torch.arange(len(rewards)) * 100.0], 1).flatten()
+    assert het.group_advantages(rewards, torch.zeros(len(rewards))).tolist() == pytest.approx(expected, abs=1e-6)
+    mixed = torch.stack([rewards, torch.arange(len(rewards)) * 100.0], 1).flatten()  # beside another group
     groups = torch.tensor([3, 7] * len(rewards))
     assert het.group_advantages(mixed, groups)[::2].tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -111,88 +81,213 @@ def test_bucket_weights():
     assert het.bucket_weights([1, 5], 8, "uniform") == [0.5, 0.5]
 
 
-# --- inject ---
+# --- text experience ---
 NASTY = "{} {0} {name} 100% \\n\n\n</EXP><EXP>\n{{}}"
 
 
 def test_injection_is_text_in_text():
     template = het.Args().experience_template
     assert template == "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
-    text = het.inject_experience("open {it}", NASTY, template)
     before, after = template.split("{}")
-    assert text == before + NASTY + after + "open {it}"
+    assert het.inject_experience("open {it}", NASTY, template) == before + NASTY + after + "open {it}"
     assert het.inject_experience("open {it}", "", template) == "open {it}"
     assert het.inject_experience("{q}", "{e}", '{"hint": "{}", {0} {x}}\n') == '{"hint": "{e}", {0} {x}}\n{q}'
 
 
-# --- the pool ---
-def pool_of(*records, size=10, forbidden=()):
-    pool = het.ExperiencePool(het.Args().experience_template, size, set(forbidden))
-    added = [pool.add(dict(task_id=i, topic=topic, text=text, step=step)) for i, topic, text, step in records]
-    return pool, added
+def pool_of(*records, size=10, held_out=()):
+    pool = het.ExperiencePool(het.Args(), held_out, size)
+    return pool, [pool.add(*record) for record in records]
 
 
 def test_written_at_t_readable_after_t():
-    pool, _ = pool_of(("a/1", "amber", "amber : red", 5))
-    assert pool.retrieve("amber", 3, 5) == "" and pool.retrieve("amber", 3, 6) == "amber : red"
+    pool, _ = pool_of((1, "amber", "amber : red", 5))
+    assert pool.retrieve("lock amber", 3, 5) == "" and pool.retrieve("lock amber", 3, 6) == "amber : red"
     assert pool.retrieve("brass", 3, 6) == "", "nothing shared, nothing found"
+    assert pool.retrieve("Lock AMBER room 7", 3, 6) == "amber : red", "case aside"
 
 
-def test_retrieval_covers_the_parts_of_a_query():
-    records = [("1", "amber slate", "one", 0), ("2", "amber topaz", "two", 0), ("3", "brass umber", "three", 0)]
-    pool, _ = pool_of(*records, ("4", "delta delta", "four", 0))
-    assert set(pool.retrieve("amber umber", 2, 1).split("\n")) == {"two", "three"}
-    assert set(pool.retrieve("amber umber", 9, 1).split("\n")) == {"one", "two", "three"}
+def test_retrieval_prefers_rare_words_and_what_is_new():
+    records = [(1, "lock amber", "one", 0), (2, "lock brass", "two", 0), (3, "lock brass", "three", 0)]
+    pool, _ = pool_of(*records)
+    assert pool.retrieve("lock brass", 1, 1) == "three" and pool.retrieve("lock brass", 2, 1) == "three\ntwo"
+    assert pool.retrieve("lock amber", 1, 1) == "one"
 
 
-def test_the_pool_has_a_cap_and_no_doubles():
-    pool, added = pool_of(*[(f"a/{i}", "amber", f"text {i % 4}", 0) for i in range(7)], size=4)
-    assert added == [True] * 4 + [False] * 3 and len(pool.records) == 4
-    assert pool.add(dict(task_id="a/9", topic="amber", text="new", step=0))
+def test_the_pool_has_a_cap_no_doubles_and_refuses():
+    pool, added = pool_of(*[(i, "amber", f"text {i % 4}", 0) for i in range(7)], size=4)
+    assert all(added) and len(pool.records) == 4
+    assert pool.add(9, "amber", "new", 0)
     assert [record["text"] for record in pool.records] == ["text 1", "text 2", "text 3", "new"]
-
-
-def test_the_pool_refuses():
-    marked = "x " + het.Args().experience_template.partition("{}")[0].strip() + " y"
-    pool, added = pool_of(("v/1", "v", "fine", 0), ("a/1", "a", marked, 0), ("a/1", "a", " ", 0), forbidden=["v/1"])
+    marked = "x " + het.TEMPLATE.partition("{}")[0].strip() + " y"
+    pool, added = pool_of((50, "v", "fine", 0), (1, "a", marked, 0), (1, "a", "", 0), held_out=[50])
     assert added == [False] * 3 and not pool.records
-    assert pool.add(dict(task_id="a/1", topic="a", text=NASTY, step=0)), "braces and </EXP> are just text"
-
-
-def test_pool_file_round_trip(tmp_path):
-    pool, _ = pool_of(("a/1", "amber", NASTY, 7), ("b/2", "brass", "brass : ü", 9))
-    pool.save(tmp_path / "sub" / "pool.jsonl")
-    again, _ = pool_of()
-    again.load(tmp_path / "sub" / "pool.jsonl")
-    assert [r["text"] for r in again.records] == [NASTY, "brass : ü"]
-    assert {r["step"] for r in again.records} == {-1}, "readable from the first iteration"
+    assert pool.add(1, "a", NASTY, 0), "braces and </EXP> are just text"
 
 
 @pytest.mark.parametrize(
-    "line, reason",
-    [
-        ("{broken", "line 2 is not JSON"),
-        ('{"topic": "a", "text": "b"}', "line 2 lacks"),
-        ('{"task_id": "a", "topic": "a", "text": 3}', "line 2 lacks"),
-        ("[1, 2]", "line 2 lacks"),
-        ("[" * 100_000, "line 2 is not JSON"),
-        ('{"task_id": "a", "topic": "a", "text": "b", "step": ' + "9" * 5_000 + "}", "line 2 is not JSON"),
-        ('{"task_id": "a", "topic": "a", "text": "one\u2028line"}', None),
-        ('{"task_id": "amber/50", "topic": "a", "text": "b"}', "validation task amber/50"),
-        (json.dumps(dict(task_id="a", topic="a", text="help you to complete the task:<EXP>")), None),
-    ],
+    "line, fine",
+    [("{broken", False), ('{"topic": "a"}', False), ('{"topic": "a", "text": 3}', False), ("[1, 2]", False)]
+    + [("[" * 100_000, False), ('{"topic": "a", "text": "one\u2028line"}', True), ("", True)]
+    + [('{"task": 50, "topic": "a", "text": "b"}', False), (json.dumps(dict(topic="a", text=NASTY)), True)],
 )
-def test_damaged_pool_file(line, reason, tmp_path, capsys):
+def test_pool_file(line, fine, tmp_path):
     path = tmp_path / "pool.jsonl"
-    path.write_text(json.dumps(dict(task_id="a", topic="a", text="b")) + "\n" + line + "\n")
-    pool, _ = pool_of(forbidden=["amber/50"])
-    if reason is None:
+    path.write_text(json.dumps(dict(topic="a", text="b")) + "\n" + line + "\n", encoding="utf-8")
+    pool, _ = pool_of(held_out=[50])
+    if fine:
         pool.load(path)
+        assert {record["step"] for record in pool.records} == {-1}, "readable from the first iteration"
         return
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="pool.jsonl: line 2"):
         pool.load(path)
-    error = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and len(error.splitlines()) == 1 and reason in error and str(path) in error
+
+
+# --- trajectory replay ---
+def make(task, number=0, success=True, **rest):
+    steps = [("assistant", [6, 7]), ("env", [8]), ("assistant", [9])]
+    rest = dict(entropy=1.0, old_log_probs=[-1.0, -9.0, -9.0, -2.0], version=1, prompt_ids=[1, 2]) | rest
+    name = f"1/{task}/{number}"
+    return het.Trajectory(task, 0, number, steps=steps, success=success, trajectory_id=name, **rest)
+
+
+def manager_of(**options):
+    return het.ExperienceManager(het.Args(use_experience_replay=True, **options))
+
+
+def group(task, successes, n=8):
+    return [make(task, i, i < successes) for i in range(n)]
+
+
+def filled(counts, **options):
+    manager = manager_of(**options)
+    for task, successes in counts.items():
+        manager.update_difficulty2task_dict(group(task, successes))
+        manager.save_trajectories_to_memory(
+            manager.update_skip_uid_set_and_filter_trajectories(group(task, successes))
+        )
+    return manager
+
+
+def test_a_task_is_in_one_bucket_and_a_solved_one_retires():
+    manager = filled({7: 3}, retire_solved=True)
+    assert len(manager.memory[7]) == 3
+    manager.update_difficulty2task_dict(group(7, 5))
+    assert [s for s, tasks in manager.difficulty2task_dict.items() if 7 in tasks] == [5]
+    solved = group(7, 7, n=7)  # beside a replayed one: 7 of 7 is solved
+    manager.update_difficulty2task_dict(solved)
+    assert manager.update_skip_uid_set_and_filter_trajectories(solved) == []
+    assert manager.skip_uid_set == {7} and 7 not in manager.memory
+    assert not any(manager.difficulty2task_dict.values())
+    manager.update_difficulty2task_dict(group(7, 2))  # a later imperfect result brings it back
+    assert len(manager.update_skip_uid_set_and_filter_trajectories(group(7, 2))) == 2
+    assert not manager.skip_uid_set and manager.difficulty2task_dict[2] == {7}
+
+
+@pytest.mark.parametrize("mode, left", [("argmin", [0, 2]), ("argmax", [1, 2]), ("random", [1, 2])])
+def test_a_full_memory_drops_what_would_be_chosen_last(mode, left):
+    manager = manager_of(exp_select_mode=mode, max_trajectories_per_task=2)
+    manager.save_trajectories_to_memory([make(1, i, entropy=e) for i, e in enumerate([1.0, 3.0, 2.0])])
+    assert [t.rollout_id for t in manager.memory[1]] == left
+    if mode != "random":
+        worse = make(1, 9, entropy={"argmin": 9.0, "argmax": 0.0}[mode])
+        manager.save_trajectories_to_memory([worse])
+        assert [t.rollout_id for t in manager.memory[1]] == left, "it comes in only if it is better"
+
+
+@pytest.mark.parametrize("mode, expected", [("argmin", [1, 2]), ("argmax", [0, 3])])
+def test_choice_by_entropy(mode, expected):
+    manager = manager_of(exp_select_mode=mode, offpolicy_trajectories_per_task=2)
+    manager.memory[1] = [make(1, i, entropy=e) for i, e in enumerate([4.0, 1.0, 2.0, 3.0])]
+    assert [t.rollout_id for t in manager.get_offpolicy_trajectories_from_memory(1, rng())] == expected
+
+
+def test_tasks_come_by_bucket_within_the_bounds():
+    counts = Counter()
+    manager = filled({s: s for s in range(9)}, bucket_weights="normal", experience_lbound=0)
+    for seed in range(3000):
+        counts[manager.sample_tasks_from_replaypool(1, rng(seed))[0]] += 1
+    expected = [0, 0.004433, 0.054006, 0.242036, 0.399050, 0.242036, 0.054006, 0.004433, 0]
+    assert [counts[s] / 3000 for s in range(9)] == pytest.approx(expected, abs=0.03)
+    assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 7, "each once"
+    manager.difficulty2task_dict = {0: {4}}  # failed today, solved before: the groups replay is for
+    assert manager.sample_tasks_from_replaypool(1, rng()) == []
+    manager.args.experience_lbound = -1
+    assert manager.sample_tasks_from_replaypool(1, rng()) == [4]
+
+
+@pytest.mark.parametrize("n, k, available, replayed", [(8, 2, 1, 1), (2, 2, 2, 1), (8, 2, 5, 2)])
+def test_room_for_fresh_ones(n, k, available, replayed):
+    manager = manager_of(group_size=n)
+    manager.args.offpolicy_trajectories_per_task = k  # k >= n does not pass the command line; the cap holds anyhow
+    manager.memory = {task: [make(task, i) for i in range(available)] for task in (5, 6)}
+    batch = manager.get_offpolicy_batch([6, 5], rng())
+    places = [(task, data_id, i) for data_id, task in enumerate([6, 5]) for i in range(n - replayed, n)]
+    assert [(t.task, t.data_id, t.rollout_id) for t in batch] == places
+    assert all(t.is_experience_replay for t in batch)
+    assert not any(t.is_experience_replay for stored in manager.memory.values() for t in stored)
+
+
+def test_success_starts_replay_for_good():
+    manager = manager_of(replay_start_ratio=0.35)
+    for successes, started in ((35, False), (36, True), (10, True)):
+        manager.update_difficulty2task_dict(group(1, successes, n=100))
+        assert manager.started == started
+
+
+@pytest.mark.parametrize("size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))])
+def test_the_mix(size, valid, split):
+    manager = filled({i: 4 for i in range(valid)}, num_tasks=size)
+    manager.started = True
+    mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
+    for i in range(20):
+        experience_tasks, on_policy_tasks = mix(rng(i))
+        assert (len(experience_tasks), len(on_policy_tasks)) == split
+        assert len({*experience_tasks, *on_policy_tasks}) == size and all(task < valid for task in experience_tasks)
+        seen += on_policy_tasks
+    if valid == 0:
+        assert sorted(seen[:40]) == list(range(40)) != seen[:40], "a pass has every task once"
+    manager.skip_uid_set = set(range(20))
+    assert all(task >= 20 for _ in range(5) for task in mix(rng())[1]), "retired ones are passed over"
+    manager.skip_uid_set = set(range(40))
+    assert len(set(sum(mix(rng()), []))) == size, "too few left: retired ones are looked at again"
+
+
+# --- conversion ---
+def test_the_split_is_at_the_first_token_of_the_agent():
+    steps = [("assistant", [6, 7]), ("env", [8]), ("assistant", [9])]
+    for replay in (False, True):
+        response, mask, prefix_mask = het.tokenize_steps(steps, replay)
+        assert (response, mask) == ([6, 7, 8, 9], [1, 1, 0, 1])
+        assert prefix_mask == [int(replay) * bit for bit in mask], "a replayed trajectory trains"
+
+
+def test_extra_says_what_is_off_policy():
+    cases = {  # injected, keep, replay -> stripped, off_policy
+        (False, False, False): (False, False),  # retrieval was empty: nothing to strip
+        (True, True, False): (False, False),  # kept is on-policy
+        (True, False, False): (True, True),
+        (False, True, True): (False, True),
+        (True, False, True): (False, True),  # was recorded on the stripped view
+    }
+    for (injected, keep, replay), expected in cases.items():
+        extra = het.get_extra(make(1, injected=injected, keep=keep, is_experience_replay=replay))
+        assert (extra["stripped"], extra["off_policy"], extra["is_experience_replay"]) == (*expected, replay)
+
+
+def test_two_masks_and_two_views():
+    advised = dict(injected=True, advised_ids=[9, 9, 1, 2])
+    rows = [make(1, 0), make(1, 1, **advised), make(1, 2, keep=False, **advised)]
+    rows.append(het.convert_offpolicy_to_cmt(make(1, 3, keep=False, **advised), 3, 7))
+    data = het.samples_to_dataproto(rows, "cpu")
+    assert data["response_mask"].tolist() == [[1, 1, 0, 1]] * 4, "keep and discard differ in the prompt only"
+    assert data["ids"].tolist() == [[0, 0, 1, 2, 6, 7, 8, 9], [9, 9, 1, 2, 6, 7, 8, 9]] + [[0, 0, 1, 2, 6, 7, 8, 9]] * 2
+    assert data["mask"].sum(1).tolist() == [6, 8, 6, 6]
+    assert data["exp_mask"].tolist() == [[0] * 4, [0] * 4, [1, 1, 0, 1], [1, 1, 0, 1]]
+    assert data["replay_mask"].tolist() == [[0] * 4] * 3 + [[1, 1, 0, 1]]
+    new = het._replace_recorded_old_log_probs(data, torch.full((4, 4), -7.0))
+    assert new.tolist() == [[-7.0] * 4] * 3 + [[-1.0, -9.0, -7.0, -2.0]]
+    for view, guided in (("behavior", 1), ("teacher", 1), ("training", 0)):
+        assert het.prompt_of(rows[2], view) == ([9, 9, 1, 2] if guided else [1, 2])
 
 
 # --- options ---
@@ -203,65 +298,37 @@ def resolved(**options):
 
 
 def test_presets():
-    assert resolved(method="baseline")[:2] == ("woexp", "woexp") and resolved(method="baseline")[3] == 0.0
+    assert resolved(method="baseline")[:3] == ("woexp", "woexp", "keep") == resolved(enable=False)[:3]
     assert resolved(method="ec") == ("mixed", "mixed", "keep", 0.5, 1.0)
-    assert resolved(method="ei") == ("mixed", "mixed", "discard", 0.5, 0.0)
+    assert resolved(method="ei", rollout_expratio=0.25) == ("mixed", "mixed", "discard", 0.25, 0.0)
     assert resolved() == resolved(method="het") == ("mixed", "mixed", "hybrid", 0.5, 0.5)
-    assert resolved(enable=False) == resolved(method="ec", enable=False) == resolved(method="baseline")
-    # an explicit flag wins, and what follows from it follows
-    assert resolved(method="het", train_sample_expmode="keep") == ("mixed", "mixed", "keep", 0.5, 1.0)
-    assert resolved(method="ei", rollout_expratio=0.25)[3] == 0.25
-    assert resolved(method="baseline", train_rollout_expmode="mixed")[:4] == ("woexp", "mixed", "hybrid", 0.5)
+    assert resolved(train_rollout_expmode="all", train_sample_keepratio=0.2)[1::3] == ("all", 0.2)
+    assert resolved(method="sft", train_sample_expmode="discard")[:3] == ("mixed", "mixed", "discard")
+    assert not het.Args(method="baseline").uses_pool and het.Args(method="sd").uses_pool
 
 
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(method="best"), ["--method best", "baseline, ec, ei, het"]),
-        (dict(train_rollout_expmode="some"), ["--train-rollout-expmode some", "mixed, all, woexp"]),
-        (dict(train_sample_expmode="drop"), ["--train-sample-expmode drop"]),
-        (dict(exp_select_mode="best"), ["--exp-select-mode best", "argmin"]),
-        (dict(replay_loss="tis"), ["--replay-loss tis"]),
-        (dict(rollout_expratio=1.5), ["--rollout-expratio 1.5", "between 0 and 1"]),
-        (dict(train_sample_keepratio=-0.1), ["--train-sample-keepratio -0.1"]),
-        (dict(exp_ratio=2.0), ["--exp-ratio 2.0"]),
-        (dict(replay_start_ratio=-1.0), ["--replay-start-ratio -1.0"]),
-        (dict(experience_template="no place"), ["--experience-template 'no place'", "exactly one {}"]),
-        (dict(experience_template="{} {}"), ["--experience-template", "exactly one {}"]),
-        (dict(method="baseline", rollout_expratio=0.5), ["--rollout-expratio 0.5", "woexp"]),
-        (dict(train_rollout_expmode="all", val_rollout_expmode="all", rollout_expratio=0.5), ["--rollout-expratio"]),
-        (
-            dict(train_rollout_expmode="all", rollout_expratio=0.5),
-            ["--rollout-expratio 0.5", "--train-rollout-expmode all"],
-        ),
-        (dict(method="ec", train_sample_keepratio=0.5), ["--train-sample-keepratio 0.5", "keep"]),
-        (dict(train_sample_expmode="discard", train_sample_keepratio=0.5), ["--train-sample-keepratio", "discard"]),
-        (
-            dict(use_experience_replay=True, group_size=4, offpolicy_trajectories_per_task=4),
-            ["--offpolicy-trajectories-per-task 4", "--group-size 4"],
-        ),
-        (
-            dict(group_size=4, offpolicy_trajectories_per_task=5),
-            ["--offpolicy-trajectories-per-task 5", "--group-size 4"],
-        ),
-        (dict(experience_lbound=5, experience_rbound=3), ["--experience-rbound 3", "--experience-lbound 5"]),
-        (dict(success_reward=float("nan")), ["--success-reward nan", "finite"]),
-        (dict(seed=2**64), ["--seed 18446744073709551616", "2**32"]),
-        (dict(use_experience_replay=True, experience_lbound=0, experience_rbound=0), ["--experience-rbound 0"]),
-        (dict(use_experience_replay=True, experience_rbound=9), ["--experience-rbound 9"]),
-        (dict(experience_lbound=-2), ["--experience-lbound -2"]),
-        (dict(max_staleness=0), ["--max-staleness 0"]),
-        (dict(num_rollouts=0), ["--num-rollouts 0"]),
-        (dict(replay_old_logp="old"), ["--replay-old-logp old", "recorded, current"]),
-        (dict(enable=False, train_rollout_expmode="mixed"), ["--train-rollout-expmode mixed", "--no-enable"]),
-        (dict(clip_c=1.0), ["--clip-c 1.0"]),
-        (dict(num_families=25), ["--num-families 25", "24"]),
-        (dict(num_tasks=3, num_minibatches=5), ["--num-minibatches 5", "24"]),
-        (dict(learning_rate=float("nan")), ["--learning-rate nan"]),
+        (dict(rollout_expratio=1.5), "--rollout_expratio 1.5"),
+        (dict(train_sample_keepratio=-0.1), "--train_sample_keepratio -0.1"),
+        (dict(exp_ratio=math.nan), "--exp_ratio nan"),
+        (dict(num_families=25), "--num-families"),
+        (dict(experience_template="no place"), "--experience-template"),
+        (dict(experience_template="{} {}"), "--experience-template"),
+        (dict(method="ec", train_sample_expmode="discard"), "contradicts --method ec"),
+        (dict(method="baseline", train_rollout_expmode="all"), "contradicts --method baseline"),
+        (dict(method="ei", train_sample_keepratio=0.5), "contradicts --method ei"),
+        (dict(method="het", enable=False), "--no-enable"),
+        (dict(method="baseline", experience_pool="x"), "would not be read"),
+        (dict(method="sft", use_experience_replay=True), "--use-experience-replay"),
+        (dict(group_size=4, offpolicy_trajectories_per_task=4), "--offpolicy-trajectories-per-task"),
+        (dict(experience_lbound=5, experience_rbound=3), "--experience-lbound"),
+        (dict(num_minibatches=5), "--num-minibatches"),
+        (dict(num_tasks=25, num_rooms=2), "--num-tasks"),
+        (dict(resume=True), "--run-dir"),
     ],
 )
-def test_bad_options(options, words, capsys):
-    with pytest.raises(SystemExit) as stop:
+def test_an_option_that_makes_no_sense_is_an_error(options, words):
+    with pytest.raises(ValueError, match=words):
         het.Args(**options)
-    error = capsys.readouterr().err.strip()
-    assert stop.value.code == 2 and len(error.splitlines()) == 1 and all(word in error for word in words), error

@@ -1,0 +1,56 @@
+"""docs/het_grpo.md says what the script does: commands parse, examples run, keys and tables are those of the code."""
+
+import importlib.util
+import json
+import re
+import shlex
+
+import tyro
+from conftest import ROOT
+from test_het_train import TINY, easy_locks, run  # noqa: F401  (a fixture)
+
+import het_grpo as het
+
+PAGE = (ROOT / "docs" / "het_grpo.md").read_text()
+
+
+def test_commands_parse():
+    commands = re.findall(r"^(?:torchrun --nproc-per-node \d+ |python )het_grpo\.py\b([^#\n]*)", PAGE, re.M)
+    commands += re.findall(r"^    (?:torchrun --nproc-per-node \d+ |python )het_grpo\.py([^#\n]*)", het.__doc__, re.M)
+    assert len(commands) > 12
+    for flags in commands:
+        tyro.cli(het.Args, args=shlex.split(flags))
+
+
+def test_the_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()
+    (tmp_path / "game.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.S)[1])
+    (tmp_path / "advice.jsonl").write_text(re.search(r"```json\n(.*?)```", PAGE, re.S)[1])
+    monkeypatch.chdir(tmp_path)
+    options = dict(env="game.py:Game", experience_pool="advice.jsonl", max_turns=1, warm_start_steps=20)
+    metrics = run(tmp_path / "run", **options, updated_freq=1)
+    assert "for 12 of 12 training tasks" in capsys.readouterr().out
+    assert metrics["charts/success_rate"] > 0.2 and metrics["exp/retrieval_empty_frac"] == 0
+
+
+def test_logged_keys_are_documented_and_back(tmp_path):
+    table = PAGE[PAGE.index("## What it logs") : PAGE.index("## Implementation details")]
+    documented = {key for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for key in re.findall(r"`([^`]+)`", cell)}
+    run(tmp_path / "run", use_experience_replay=True, num_iterations=4)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {re.sub(r"bucket_\d", "bucket_{s}", key) for row in rows for key in row}
+    assert logged == documented
+    assert TINY["num_iterations"] == 3
+
+
+def test_tables_are_the_raw_data():
+    spec = importlib.util.spec_from_file_location("het_study", ROOT / "benchmark" / "het_study.py")
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    curves = study.read(study.STUDY)
+    lines = [line for game in {key[0] for key in curves} for line in study.table(game, curves).splitlines()]
+    assert lines and not [line for line in lines if line not in PAGE]
+    for arm in ("baseline", "HET", "sft"):
+        assert {key[3] for key in curves if key[1] == arm} >= set(study.SEEDS), arm
+    ends = [float(curve[-1]["global_step"]) for curve in curves.values()]
+    assert max(ends) - min(ends) < 130, "equal rollouts, to within two iterations"
