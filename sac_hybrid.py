@@ -25,8 +25,8 @@ Shapes: N rows, A action dims, C of them continuous, E critics, F features; imag
 
 import copy
 import ctypes
+import functools
 import io
-import itertools
 import json
 import math
 import os
@@ -56,17 +56,19 @@ from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
 DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, any other)
-    max_steps=(6_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
+    max_steps=(7_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
     batch_size=(64, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
     init_alpha=(5e-4, 0.01), bc_weight=(0.05, 0.0), hidden_size=(128, 256), augment_pad=(0, 4),
-    encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(1_000, 5_000),
+    encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
     eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
 )  # fmt: skip
-MODES = {  # action dims of the built-in environment, and what it needs there
-    "single-arm-fixed-gripper": (6, {}),
-    "single-arm-learned-gripper": (7, {}),
-    "dual-arm-fixed-gripper": (12, {}),
-    "dual-arm-learned-gripper": (14, {}),
+WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000)
+TWO_ARMS = WITH_EXPERT | dict(max_steps=4_000, num_demos=200, intervention_steps=3_000)
+MODES = {  # action dims of the built-in environment, and what is best there with --human expert
+    "single-arm-fixed-gripper": (6, WITH_EXPERT | dict(max_steps=2_000)),
+    "single-arm-learned-gripper": (7, WITH_EXPERT),
+    "dual-arm-fixed-gripper": (12, TWO_ARMS),
+    "dual-arm-learned-gripper": (14, TWO_ARMS),
 }
 WATCHED = [f"losses/{k}" for k in "critic_loss grasp_critic_loss actor_loss alpha_loss alpha".split()]
 WATCHED += ["charts/intervention_rate", "eval/success_rate", "eval/steps_to_success"]
@@ -74,7 +76,7 @@ PANELS = {  # of curves.png
     "success": ["eval/success_rate", "charts/success_rate"],
     "steps to success": ["eval/steps_to_success"],
     "share of steps by the human": ["charts/intervention_rate"],
-} | {name: [name] for name in ("losses/critic_loss", "losses/actor_loss", "losses/alpha")}
+} | {name: [f"losses/{name}"] for name in ("critic_loss", "actor_loss", "alpha")}
 
 
 # --- args ---
@@ -89,7 +91,7 @@ class Args:
     resume: bool = False  # go on with run_dir, or start it if there is nothing yet
     save_every: int = 10_000  # environment steps between checkpoints; the last is saved anyway
     save_buffers: bool = True  # in what --resume needs; without them a resumed run collects anew
-    eval_every: int | None = None  # steps between evaluations of the policy (1000 or 5000)
+    eval_every: int | None = None  # steps between evaluations of the policy (500 or 5000)
     eval_episodes: int | None = None  # of each; the best policy is kept (50 or 10; 0: the last one)
     report_episodes: int | None = None  # others, that judge final_model.pth (100 or 50; 0: not)
     log_interval: int = 100  # environment steps between lines of metrics.jsonl and of the console
@@ -105,7 +107,7 @@ class Args:
     demo_paths: tuple[str, ...] = ()  # .pkl or .npz demonstrations (none: num_demos)
     failure_paths: tuple[str, ...] = ()  # the same of failures: experience, not demonstrations
     human: Literal["clumsy", "expert"] = "clumsy"  # who demonstrates and takes over, if built in
-    num_demos: int | None = None  # episodes by that human (built-in 10, else none)
+    num_demos: int | None = None  # episodes by that human (built-in 10, expert 50 or 200)
     intervention_steps: int | None = None  # he takes over an episode with chance 1 - step/this
     timeout_terminal: bool = False  # a time limit ends the value of a state, too
 
@@ -115,7 +117,7 @@ class Args:
     layer_norm: bool = True  # LayerNorm in actor and critics
 
     # rollout
-    max_steps: int | None = None  # environment steps (built-in 6000, else 100000)
+    max_steps: int | None = None  # environment steps (built-in 7000, expert fewer, else 100000)
     training_starts: int | None = None  # steps before the first update (built-in 100, else 1000)
     random_steps: int | None = None  # steps with uniformly random actions (built-in 0, else 1000)
     utd: float | None = None  # updates per step; the faster thread waits (built-in 2, else 1)
@@ -136,7 +138,7 @@ class Args:
     init_alpha: float | None = None  # temperature at the start (built-in 5e-4, else 0.01)
     backup_entropy: bool = False  # entropy bonus in the critic's target
     grasp_penalty: float = -0.02  # added to the gripper's reward where it really opens or closes
-    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demo rows (built-in 0.05, else 0)
+    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demo rows (0.05, expert 0.5, else 0)
 
     # replay
     demo_ratio: float = 0.5  # share of demo rows in a batch, once both buffers hold something
@@ -146,7 +148,7 @@ class Args:
         built_in = self.env_id == BUILT_IN
         if not built_in and (self.num_demos or self.intervention_steps or self.create_data or self.test):
             raise ValueError("only the built-in environment has a human and test data")
-        own = MODES[self.setup_mode][1] if built_in else {}
+        own = MODES[self.setup_mode][1] if built_in and self.human == "expert" else {}
         for name, pair in DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, own.get(name, pair[not built_in]))
@@ -231,18 +233,14 @@ class BarWorld(gym.Env):
     def draw(self, arm: int):
         """Anti-aliased: a shift of a tenth of a pixel is visible.  -> (H,W,3) uint8"""
         x, y, yaw = self.object[arm, [0, 1, 5]]
-        cos, sin = math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2)
-
-        def inside(distance):  # 0..1, one pixel wide
-            return np.clip(distance / (2.4 / self.SIZE) + 0.5, 0, 1)
-
+        cos, sin, pixel = math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2), 2.4 / self.SIZE
         dx, dy = self.px - x, self.py - y
         along, across = dx * cos + dy * sin, dy * cos - dx * sin
-        bar, red = inside(0.45 - abs(along)) * inside(0.1 - abs(across)), inside(along)
-        dx, dy = self.px - self.pose[arm, 0], self.py - self.pose[arm, 1]
-        spot = inside(0.12 - np.sqrt(dx * dx + dy * dy))
-        image = np.stack([bar * red * (1 - spot), spot, bar * (1 - red) * (1 - spot)], -1)
-        return (image * 255).astype(np.uint8)
+        away = np.hypot(self.px - self.pose[arm, 0], self.py - self.pose[arm, 1])
+        edges = np.stack([0.45 - abs(along), 0.1 - abs(across), along, 0.12 - away])
+        length, breadth, red, spot = np.clip(edges / pixel + 0.5, 0, 1)  # each edge one pixel wide
+        bar = length * breadth * (1 - spot)
+        return (np.stack([bar * red, spot, bar * (1 - red)], -1) * 255).astype(np.uint8)
 
     def step(self, action):
         info = {}
@@ -911,11 +909,14 @@ class Robot:
             self.begin(self.start)
         for action in actions:
             self.step(action)
-        record, version, layout = None, -1, self.layout
-        while (turn := link.exchange(record, version)) is not None:
-            global_step, version, weights = turn
-            if weights is not None:
+        record, loaded, layout = None, None, self.layout
+        while True:
+            global_step, weights = link.exchange(record)
+            if global_step is None:
+                return
+            if weights is not loaded:
                 nn.utils.vector_to_parameters(weights, agent.acting())
+                loaded = weights
             if self.obs is None:
                 self.begin(global_step)
             rng = np.random.default_rng([self.args.seed, 3, self.rank, global_step])
@@ -932,23 +933,21 @@ class Robot:
 class Link:
     """Between the learner and its actors, threads of one process: records one way, turns the other.
 
-    A turn is leave to take one step; max_lead + 1 of them are out at a time. The policy is a copy,
+    A turn is leave to take one step; max_lead + 1 of them are out at a time. `weights` is a copy,
     replaced and never changed, so that nobody sees half an update.
     """
 
     def __init__(self):
-        self.records, self.turns, self.version, self.threads = queue.Queue(), queue.Queue(), 0, []
+        self.records, self.turns, self.threads = queue.Queue(), queue.Queue(), []
 
     def publish(self, agent: SACHybridAgent):
-        weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
-        self.version, self.weights = self.version + 1, weights
+        self.weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
 
-    def exchange(self, record, version: int):
-        """Actor: hand over a step, wait for a turn.  -> (step, version, weights if newer), None: end"""
+    def exchange(self, record):
+        """Actor: hand over a step, wait for a turn.  -> its global step (None: end), newest weights"""
         if record is not None:
             self.records.put(record)
-        step, newest = self.turns.get(), self.version
-        return None if step is None else (step, newest, self.weights if newest > version else None)
+        return self.turns.get(), self.weights
 
     def receive(self):
         """Learner: the next record, None if there is none yet. Raises what an actor raised."""
@@ -975,31 +974,33 @@ class Wire:
     """The link of an actor on another rank: bytes of a record to rank 0, turn and weights back."""
 
     def __init__(self, record: np.dtype, num_weights: int, rank: int, group):
-        self.record, self.peer, self.group = record, rank, group
+        self.record, self.peer, self.group, self.weights = record, rank, group, torch.empty(num_weights)
         self.message = torch.zeros(record.itemsize, dtype=torch.uint8)  # zeros: not a record yet
-        self.turn, self.weights = torch.zeros(3, dtype=torch.int64), torch.zeros(num_weights)
+        self.turn = torch.zeros(2, dtype=torch.int64)  # global step or -1, are there new weights
 
-    def exchange(self, record, version: int):
+    def exchange(self, record):
         if record is not None:
             self.message = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
         dist.send(self.message, 0, self.group)
         dist.recv(self.turn, 0, self.group)
-        global_step, newest, go_on = self.turn.tolist()
-        if newest > version:
+        step, newer = self.turn.tolist()
+        if newer:
+            self.weights = torch.empty_like(self.weights)
             dist.recv(self.weights, 0, self.group)
-        return (global_step, newest, self.weights if newest > version else None) if go_on else None
+        return None if step < 0 else step, self.weights
 
     def serve(self, link: Link):
         """Rank 0, a thread per actor: stands in for it, so that the learner sees threads only."""
-        version, turn = -1, ()
-        while turn is not None:
+        step, sent = 0, None
+        while step is not None:
             dist.recv(self.message, self.peer, self.group)
             record = np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
-            turn = link.exchange(record if record["episodic_length"] else None, version)
-            step, version, weights = turn or (0, version, None)
-            dist.send(torch.tensor([step, version, turn is not None]), self.peer, self.group)
-            if weights is not None:
+            step, weights = link.exchange(record if record["episodic_length"] else None)
+            reply = torch.tensor([-1 if step is None else step, weights is not sent])
+            dist.send(reply, self.peer, self.group)
+            if weights is not sent:
                 dist.send(weights, self.peer, self.group)
+            sent = weights
 
 
 # --- evaluate ---
@@ -1123,20 +1124,25 @@ def keep_memory():
 
 
 # --- main ---
+def create_data(args: Args) -> dict:
+    """Writes the manual's two files of test data.  -> the options that train on them"""
+    paths = ("test_data/success_demo.pkl", "test_data/failure_demo.pkl")
+    Path("test_data").mkdir(exist_ok=True)
+    for path, number in zip(paths, (args.num_demos or 10, 5), strict=True):
+        Path(path).write_bytes(pickle.dumps(make_demos(args, number, success=path == paths[0])))
+        print(f"{path}: {number} episodes, {args.setup_mode}")
+    return dict(demo_paths=paths[:1], failure_paths=paths[1:], test=None)
+
+
 def main(args: Args) -> dict[str, float]:
     if args.test == "quick":  # demos, a short run, its model
         short = dict(max_steps=60, training_starts=20, eval_episodes=2, report_episodes=2, test=None)
         with tempfile.TemporaryDirectory() as folder:
             return main(replace(args, **short, run_dir=f"{folder}/run"))
     if args.create_data or args.test == "full":
-        Path("test_data").mkdir(exist_ok=True)
-        paths = ("test_data/success_demo.pkl", "test_data/failure_demo.pkl")
-        for path, number in zip(paths, (args.num_demos or 10, 5), strict=True):
-            Path(path).write_bytes(pickle.dumps(make_demos(args, number, success=path == paths[0])))
-            print(f"{path}: {number} episodes, {args.setup_mode}")
+        args = replace(args, **create_data(args))
         if args.create_data:
             return {}
-        args = replace(args, demo_paths=paths[:1], failure_paths=paths[1:], test=None)
     torch.set_num_threads(args.num_threads)
     keep_memory()
     best = torch.accelerator.current_accelerator() or "cpu"
@@ -1159,12 +1165,11 @@ def main(args: Args) -> dict[str, float]:
     needed = 2 * args.buffer_size * judge.record["obs"].itemsize
     if needed > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         sys.exit(f"--buffer-size {args.buffer_size}: {needed / 1e9:.1f} GB of frames do not fit")
-    wires = []
-    if world > 1:  # each actor has its own pair group, so that none waits for another
+    wires, count = [], sum(param.numel() for param in agent.acting())
+    if world > 1:
         dist.init_process_group("gloo")
-        count = sum(param.numel() for param in agent.acting())
-        groups = [dist.new_group([0, other]) for other in range(1, world)]
-        wires = [Wire(judge.record, count, i, group) for i, group in enumerate(groups, 1)]
+    for other in range(1, world):  # a group for each pair, so that no actor waits for another
+        wires.append(Wire(judge.record, count, other, dist.new_group([0, other])))
     if rank > 0:
         robot.run(actor, wires[rank - 1])
         dist.destroy_process_group()
@@ -1204,13 +1209,11 @@ def main(args: Args) -> dict[str, float]:
         save_checkpoint(run.dir / "latest.pth", state)
 
     link.publish(agent)
-    for wire in wires:
-        link.start(wire.serve, link)
-    if not wires:
-        link.start(robot.run, actor, link)
-    turns = iter(range(step, args.max_steps))
-    for turn in itertools.islice(turns, max(args.max_lead + 1, world - 1)):
-        link.turns.put(turn)
+    for act in [wire.serve for wire in wires] or [functools.partial(robot.run, actor)]:
+        link.start(act, link)
+    turns = iter([*range(step, args.max_steps), *[None] * (args.max_lead + world)])
+    for _ in range(max(args.max_lead + 1, world - 1)):
+        link.turns.put(next(turns))
     try:
         while step < args.max_steps and not stop:
             # 1 collect: the actors do, see Robot.run; the human's steps go into both buffers
