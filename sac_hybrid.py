@@ -26,7 +26,9 @@ Shapes: N rows, A action dims, C of them continuous, E critics, F features; imag
 import copy
 import ctypes
 import functools
+import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -76,7 +78,8 @@ PANELS = {  # of curves.png
     "success": ["eval/success_rate", "charts/success_rate"],
     "steps to success": ["eval/steps_to_success"],
     "share of steps by the human": ["charts/intervention_rate"],
-} | {name: [f"losses/{name}"] for name in ("critic_loss", "actor_loss", "alpha")}
+    "values": ["losses/q_values", "losses/critic_loss"],
+}
 
 
 # --- args ---
@@ -386,16 +389,14 @@ def read_demos(path: str, columns: dict, robot) -> np.ndarray:
                 records[name][key] = check_column(columns, column, *kind)
         actions = check_column(columns, "actions", (layout.action_dim,))
         records["actions"] = ((actions - robot.center) / robot.scale).clip(-1, 1)
-        if "dones" not in columns:
-            columns["dones"] = check_column(columns, "masks") == 0
         records["dones"] = check_column(columns, "dones") != 0
+        columns.setdefault("masks", 1 - records["dones"])
+        for name in ("rewards", "masks"):
+            records[name] = check_column(columns, name)
         for record in records:
             held, toggles = hold_grippers(record["actions"][layout.gripper], held)
             record["grasp_penalty"] = robot.args.grasp_penalty * toggles
             held = held * (1 - record["dones"])  # an episode starts open
-        known = dict(masks=1 - records["dones"], grasp_penalty=records["grasp_penalty"]) | columns
-        for name in ("rewards", "masks", "grasp_penalty"):
-            records[name] = check_column(known, name)
     except (KeyError, ValueError) as error:
         missing = "there is no " if isinstance(error, KeyError) else ""
         sys.exit(f"data file {path}: {missing}{error}")
@@ -454,11 +455,10 @@ class ImageEncoder(nn.Module):
             self.embed = nn.Sequential(nn.Linear(2 * keypoints, 64), nn.LayerNorm(64), nn.Tanh())
             self.dim = 2 * keypoints + 64
         else:  # the small encoder of SERL (arXiv:2401.16013): spatial weights instead of pooling
-            layers = []
-            for fan_in, fan_out in ((channels, 32), (32, 64), (64, 96), (96, 128)):
-                layers += [nn.Conv2d(fan_in, fan_out, 3, 2, 1), nn.ReLU(inplace=True)]
-                height, width = math.ceil(height / 2), math.ceil(width / 2)
-            self.conv, size = nn.Sequential(*layers), height * width
+            widths = (channels, 32, 64, 96, 128)
+            convs = [nn.Conv2d(*pair, 3, 2, 1) for pair in itertools.pairwise(widths)]
+            layers = [layer for conv in convs for layer in (conv, nn.ReLU(inplace=True))]
+            self.conv, size = nn.Sequential(*layers), math.ceil(height / 16) * math.ceil(width / 16)
             self.spatial = nn.Parameter(torch.randn(128, size, 4) * size**-0.5)
             self.embed = nn.Sequential(nn.Linear(512, 256), nn.LayerNorm(256), nn.Tanh())
             self.dim = 256
@@ -502,8 +502,7 @@ class FrameBuffer:
 
     A ring of frame slots; a transition starts at a slot and ends at the next one. Whether a new one
     continues the last is decided by the frames themselves: shared only where equal, so that no gap,
-    episode end, time limit or wrap can pair frames that do not belong together. Only the learner's
-    thread inserts and samples, hence no lock.
+    end or wrap can pair frames that do not belong together. Only the learner's thread touches it.
     """
 
     def __init__(self, capacity: int, record: np.dtype):
@@ -725,6 +724,7 @@ class SAC(nn.Module):
         self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(saved))  # it would keep those very tensors
+            optimizer.param_groups[0]["lr"] = self.args.lr  # moments come from the file, the rate does not
 
 
 def grasp_target(rewards, grasp_penalty, masks, next_q_online, next_q_target, gamma):
@@ -873,8 +873,8 @@ class Robot:
             self.env.intervention_probability = max(0, 1 - global_step / fade) if fade else 0
         key = [self.args.seed, 4, self.rank, global_step]
         seed = int(np.random.SeedSequence(key).generate_state(1)[0]) if seed is None else seed
-        raw, _ = self.env.reset(**(dict(seed=seed) if isinstance(self.env, gym.Env) else {}))
-        self.obs = self.observe(raw)
+        takes_seed = "seed" in inspect.signature(self.env.reset).parameters
+        self.obs = self.observe(self.env.reset(**(dict(seed=seed) if takes_seed else {}))[0])
 
     def step(self, action):
         """-> the record of what was executed, by policy or human"""
@@ -904,11 +904,11 @@ class Robot:
 
     def run(self, agent, link):
         """The actor's loop, in a thread of the learner's process or as a process of its own."""
-        actions = self.actions if self.built_in else []  # resumed; nobody moves a real arm so
-        if actions:
+        if self.actions and self.built_in:  # resumed inside an episode; nobody moves a real arm so
+            actions = self.actions
             self.begin(self.start)
-        for action in actions:
-            self.step(action)
+            for action in actions:
+                self.step(action)
         record, loaded, layout = None, None, self.layout
         while True:
             global_step, weights = link.exchange(record)
@@ -1032,26 +1032,24 @@ class Run:
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
+        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        if not enabled:
-            return
-        self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-        versions = dict(python=sys.version.split()[0], torch=torch.__version__)
-        config = asdict(args) | dict(argv=sys.argv, versions=versions)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-        # what a resumed run knows already; what it will do again is dropped
-        (self.dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        if args.track:
+        if enabled:
+            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
+            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
+            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
+            (self.dir / "metrics.jsonl").write_text("".join(lines))
+        if enabled and args.track:
             import wandb
 
             where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
             self.wandb = wandb.init(**where, config=config, resume="allow")
 
     def log(self, metrics: dict):
-        row = {"global_step": metrics["global_step"], "time": round(time.time() - self.start, 3)}
-        row |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
+        row = metrics | {"time": round(time.time() - self.start, 3)}
+        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
@@ -1063,28 +1061,26 @@ class Run:
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        every = max(1, self.total // 15)
-        if self.enabled and self.bar.disable and (done % every == 0 or done == self.total):
+        due = done % max(1, self.total // 15) == 0 or done == self.total
+        if self.enabled and self.bar.disable and due:
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if not self.enabled:
-            return
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        if self.enabled:
+            from matplotlib.figure import Figure
 
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        figure = Figure(figsize=(12, 3 * math.ceil(len(panels) / 3)), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(math.ceil(len(panels) / 3), 3, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                axis.plot(*zip(*points or [(math.nan, math.nan)], strict=True), ".-", label=key)
-            axis.legend(fontsize="small")
-            axis.grid(alpha=0.3)
-        FigureCanvasAgg(figure).print_png(self.dir / "curves.png")
+            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+            axes = figure.subplots(1, len(panels))
+            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+                for key in keys:
+                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
+                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
+                axis.set(title=title, xlabel=xlabel)
+                axis.legend()
+            figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
@@ -1154,9 +1150,9 @@ def main(args: Args) -> dict[str, float]:
         files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
     judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
     judge = Robot(args, human=not judged)
-    known = [name for columns in files.values() for name in columns if name.startswith("observations")]
-    known = [name.partition("/")[2] or "state" for name in known]
-    if known and (unknown := set(judge.record["obs"].names) - set(known)):
+    known = itertools.chain(*files.values())
+    known = {name.partition("/")[2] or "state" for name in known if name.startswith("observations")}
+    if known and (unknown := set(judge.record["obs"].names) - known):
         print(f"the demos do not have {unknown}: the policy does not see it, either")
         judge = Robot(args, human=not judged, keys=known)
     robot = Robot(args, human=True, rank=rank, keys=judge.keys) if judged else judge
