@@ -5,11 +5,11 @@
 # ///
 """wsrl_warmup.py - SAC warmed up on offline data, fine-tuned online.
 
-WSRL (arXiv:2412.07762): pre-train offline, act with the frozen policy for a while, then learn online
-without the data. The design this script started from calls itself WSRL-style and does something else:
-weighted losses, prioritized replay, the best data kept, an offline share that decays. --preset takes
-either, RLPD (arXiv:2302.02948), cloning or SAC from scratch; an option that is given wins over it.
-    offline: sample sources -> weighted SAC, CQL, Cal-QL or BC | keep the best | online: act, mix, update
+WSRL (arXiv:2412.07762): pre-train offline, act with the frozen policy for a while, then learn
+online without the data. The design this script started from calls itself WSRL-style and does
+something else: weighted losses, prioritized replay, the best data kept, an offline share that
+decays. --preset takes either, RLPD (arXiv:2302.02948), cloning or SAC from scratch.
+    offline: sources -> weighted SAC, CQL, Cal-QL or BC | keep the best | online: act, mix, update
 Adds to the SAC core, which is word for word that of sac_hybrid.py (markers in the code):
     warm-up: weights       - of source, quality, success and importance, in both losses
     warm-up: conservative  - CQL (arXiv:2006.04779), Cal-QL (arXiv:2303.05479)
@@ -22,7 +22,7 @@ Shapes: N rows, D observation dims, A action dims, E critics, M actions of the C
     python wsrl_warmup.py --preset wsrl --env-id MountainCarContinuous-v0 --sources demos random
     python wsrl_warmup.py --offline-data demos=a.npz:2.0 --offline-data demos=b.pkl
     python wsrl_warmup.py --stage offline --checkpoint-path warm.pth --filtered-data-path kept.npz
-    python wsrl_warmup.py --checkpoint-path warm.pth --filtered-data-path kept.npz   # goes on online
+    python wsrl_warmup.py --checkpoint-path warm.pth --filtered-data-path kept.npz  # goes on
 """
 
 import copy
@@ -51,24 +51,20 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-# what an option left at None becomes: first by preset, then by task, then any other
-PRESETS = dict(
-    # the design document keeps the best 20 % and drops the conservative term online: both can cost the
-    # warm policy, so here half is kept and the term stays (--retention-ratio 0.2 --online-cql-alpha 0)
-    design=dict(warmup_rollout_steps=0, learning_starts=0, retention_ratio=0.5, num_critics=2,
-        initial_offline_ratio=1.0, offline_decay_rate=0.999, min_offline_ratio=0.5, utd_ratio=1,
-        use_prioritized_replay=True, weighted_loss="both"),
-    wsrl=dict(offline_objective="calql", warmup_rollout_steps=5_000, learning_starts=0,
-        retention_ratio=0.0, num_critics=10, initial_offline_ratio=0.0, min_offline_ratio=0.0,
-        utd_ratio=4),
-    rlpd=dict(offline_objective="sac", offline_steps=0, retention_ratio=1.0, num_critics=10,
-        initial_offline_ratio=0.5, min_offline_ratio=0.5, utd_ratio=20),
-    scratch=dict(offline_objective="sac", offline_steps=0, retention_ratio=0.0, num_critics=2,
-        initial_offline_ratio=0.0, min_offline_ratio=0.0, utd_ratio=1),
-    # behaviour cloning, then half of each batch from the data: the baseline to beat (arXiv:2603.27400)
-    bc=dict(offline_objective="bc", learning_starts=0, retention_ratio=1.0, num_critics=2,
-        initial_offline_ratio=0.5, min_offline_ratio=0.5, utd_ratio=1),
-)  # fmt: skip
+# What an option left at None becomes: first by preset (None: by task), then by task, then any other.
+# The design's document keeps the best 20 % and drops the conservative term online: both can cost the
+# warm policy, so here half is kept and the term stays (--retention-ratio 0.2 --online-cql-alpha 0).
+OPTIONS = """offline_objective offline_steps warmup_rollout_steps learning_starts retention_ratio
+    initial_offline_ratio offline_decay_rate min_offline_ratio num_critics utd_ratio
+    use_prioritized_replay weighted_loss""".split()
+PRESETS = {
+    "design": (None, None, 0, 0, 0.5, 1.0, 0.999, 0.5, 2, 1, True, "both"),
+    "wsrl": ("calql", None, 5_000, 0, 0.0, 0.0, 1.0, 0.0, 10, 4, False, "none"),
+    "rlpd": ("sac", 0, 0, None, 1.0, 0.5, 1.0, 0.5, 10, 20, False, "none"),
+    "scratch": ("sac", 0, 0, None, 0.0, 0.0, 1.0, 0.0, 2, 1, False, "none"),
+    # cloning, then half of each batch from the data: the baseline to beat (arXiv:2603.27400)
+    "bc": ("bc", None, 0, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
+}
 SMALL = dict(offline_steps=1_500, online_steps=2_000, learning_starts=200, hidden_size=64, lr=1e-3,
     batch_size=256, tau=0.01, buffer_size=50_000, eval_every=250)  # fmt: skip
 TASKS = {
@@ -81,8 +77,7 @@ TASKS = {
 DEFAULTS = dict(
     offline_steps=50_000, online_steps=100_000, learning_starts=5_000, hidden_size=256, lr=3e-4,
     batch_size=256, tau=0.005, buffer_size=1_000_000, eval_every=5_000, reward_scale=1.0,
-    offline_objective="sac", warmup_rollout_steps=0, offline_decay_rate=1.0,
-    use_prioritized_replay=False, weighted_loss="none",
+    offline_objective="sac",
 )  # fmt: skip
 
 
@@ -96,17 +91,17 @@ class Args:
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     exp_name: str | None = None  # in the place of {script} there
     resume: bool = False  # go on with run_dir, or start it if there is nothing yet
-    save_every: int = 10_000  # steps, offline or online, between checkpoints; the last is saved anyway
+    save_every: int = 10_000  # steps, off- or online, between checkpoints; the last is saved anyway
     eval_every: int | None = None  # steps between evaluations of the policy (250 or 5000; 0: none)
     eval_episodes: int = 10  # of each, the same ones each time
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
-    preset: Literal["design", "wsrl", "rlpd", "scratch", "bc"] = "design"  # fills the options left out
-    stage: Literal["offline", "online", "both"] | None = None  # None: online, if checkpoint_path exists
+    preset: Literal["design", "wsrl", "rlpd", "scratch", "bc"] = "design"  # fills what is left out
+    stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
-    filtered_data_path: Annotated[str | None, tyro.conf.arg(aliases=["--demo-path"])] = None  # kept rows
+    filtered_data_path: Annotated[str | None, tyro.conf.arg(aliases=["--demo-path"])] = None  # kept
 
     # task
     env_id: str = "Pendulum-v1"  # Gymnasium id; observations are flattened, actions a bounded Box
@@ -134,7 +129,7 @@ class Args:
 
     # optimization
     batch_size: int | None = None  # rows of an update (MountainCarContinuous 128, else 256)
-    lr: float | None = None  # Adam, for actor, critics and temperature (small tasks 1e-3, else 3e-4)
+    lr: float | None = None  # Adam, for actor, critics and temperature (small 1e-3, else 3e-4)
     obs_noise: float = 0.0  # offline augmentation, in standard deviations of the observations
     early_stop_patience: int = 0  # checks without a better held-out error, 20 in a warm-up (0: off)
 
@@ -149,16 +144,16 @@ class Args:
     offline_objective: Literal["sac", "cql", "calql", "bc"] | None = None  # of the warm-up (preset)
     cql_alpha: float = 1.0  # weight of the conservative term; 0 is sac
     online_cql_alpha: float | None = None  # the same online, on offline rows (design: as offline)
-    online_bc_weight: float = 0.0  # of cloning offline rows online, in units of |Q|; fades, see below
+    online_bc_weight: float = 0.0  # of cloning offline rows online, in units of |Q|; fades
 
     # replay
     buffer_size: int | None = None  # transitions in the online buffer (50000 or 1000000)
-    initial_offline_ratio: float | None = None  # offline share of a batch when going online (preset)
-    offline_decay_rate: float | None = None  # factor on it, and on cloning, per online step (preset)
+    initial_offline_ratio: float | None = None  # offline share of a batch at the switch (preset)
+    offline_decay_rate: float | None = None  # on it and on cloning, per online step (preset)
     min_offline_ratio: float | None = None  # its floor (preset)
     retention_ratio: float | None = None  # share of the offline rows kept online (preset)
     retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # which rows are kept
-    weighted_loss: Literal["none", "critic", "both"] | None = None  # where row weights enter (preset)
+    weighted_loss: Literal["none", "critic", "both"] | None = None  # where row weights enter
     use_prioritized_replay: bool | None = None  # draw rows by their TD error (preset)
     priority_alpha: float = 0.6  # 0: uniform, 1: in proportion to the priority
     priority_beta: float = 0.4  # how much of the sampling bias the weights undo, rising to 1
@@ -166,7 +161,8 @@ class Args:
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
         online_steps, path = self.online_steps, self.checkpoint_path
         exists = bool(path) and Path(path).exists()
-        for table in (PRESETS[self.preset], TASKS.get(self.env_id, {}), DEFAULTS):
+        preset = dict(zip(OPTIONS, PRESETS[self.preset], strict=True))
+        for table in (preset, TASKS.get(self.env_id, {}), DEFAULTS):
             for name, value in table.items():
                 if getattr(self, name) is None:
                     setattr(self, name, value)
@@ -180,25 +176,28 @@ class Args:
         self.stage = self.stage or "both"
         if self.exp_name and not self.run_dir:
             self.run_dir = f"runs/{self.exp_name}__{self.seed}__{int(time.time())}"
-        positive = "online_steps hidden_size batch_size lr utd_ratio num_critics init_alpha buffer_size"
-        positive += " reward_scale data_size log_interval save_every eval_episodes"
+        positive = "online_steps hidden_size batch_size lr utd_ratio num_critics init_alpha"
+        positive += " buffer_size reward_scale data_size log_interval save_every eval_episodes"
         shares = "gamma tau dropout initial_offline_ratio min_offline_ratio offline_decay_rate"
         shares += " retention_ratio priority_alpha priority_beta"
         for name, value in vars(self).items():
-            least, most = 1e-9 * (name in positive.split()), 1 if name in shares.split() else math.inf
-            if type(value) in (int, float) and not (least <= value <= most and value < math.inf):
-                raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most}")
+            least = 1e-9 if name in positive.split() else 0
+            most = 1 if name in shares.split() else sys.maxsize
+            if type(value) in (int, float) and not least <= value <= most:
+                raise ValueError(f"--{name} {value} is not allowed: from {least} to {most}")
         if not 1 <= self.num_sampled_critics <= self.num_critics:
             raise ValueError("--num-sampled-critics must be between 1 and --num-critics")
         if self.min_offline_ratio > (self.initial_offline_ratio if self.retention_ratio else 0):
             raise ValueError("--min-offline-ratio is above the initial one, or nothing is retained")
         if self.filtered_data_path and not self.retention_ratio:
             raise ValueError("--filtered-data-path has no use: --retention-ratio 0 keeps nothing")
-        if self.offline_data and not (self.stage != "online" and self.offline_steps + self.retention_ratio):
+        no_data = self.stage == "online" or not (self.offline_steps or self.retention_ratio)
+        if self.offline_data and no_data:
             raise ValueError(f"--offline-data is not read: preset {self.preset}, stage {self.stage}")
         if (self.stage == "online" and new and not exists) or (self.stage == "offline" and not path):
             raise ValueError(f"--stage {self.stage} needs the --checkpoint-path of a warm-up")
-        if self.stage != "online" and new and (exists or Path(self.filtered_data_path or "").is_file()):
+        kept = Path(self.filtered_data_path or "").is_file()
+        if self.stage != "online" and new and (exists or kept):
             raise ValueError("--checkpoint-path or --filtered-data-path exists: nothing is overwritten")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
@@ -212,7 +211,7 @@ COLUMNS = ("obs", "actions", "rewards", "next_obs", "terminations", "truncations
 
 
 def make_env(env_id: str):
-    """Flat float32 observations, actions in [-1,1].  -> environment, half range, centre of actions"""
+    """Flat float32 observations, actions in [-1,1].  -> environment, half range, centre"""
     env = gym.wrappers.FlattenObservation(gym.make(env_id))
     space = env.action_space
     if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or not space.is_bounded():
@@ -247,7 +246,7 @@ def swing_up(obs):
 
 
 def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]:
-    """Whole episodes. Demos are a little noisy; half of a suboptimal episode is random, all of random"""
+    """Whole episodes: demos are a little noisy, half of the suboptimal actions are random."""
     rows, action_dim = [], env.action_space.shape[0]
     noise, chance = dict(demos=(0.1, 0.0), suboptimal=(0.5, 0.5), random=(0.0, 1.0))[name]
 
@@ -269,9 +268,10 @@ def make_sources(args: Args, names, folder: Path) -> list[str]:
     experts = dict(demos=script, suboptimal=script)
     missing = [name for name in names if not (folder / f"{name}.npz").exists()]
     if script is None and set(missing) & {"demos", "suboptimal"}:
-        own = dict(env_id=args.env_id, device=args.device, seed=args.seed, preset="scratch", eval_every=0)
+        own = dict(env_id=args.env_id, device=args.device, seed=args.seed)
+        own |= dict(preset="scratch", eval_every=0)
         steps = Args(**own).online_steps
-        print(f"no script for {args.env_id}: {steps} steps of SAC make the demos, half of them the rest")
+        print(f"no script for {args.env_id}: {steps} steps of SAC for demos, half of them for the rest")
         with tempfile.TemporaryDirectory() as run:
             for name, length in (("suboptimal", steps // 2), ("demos", steps)):
                 main(Args(**own, run_dir=run, resume=True, online_steps=length))
@@ -389,8 +389,9 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
     raw = {OTHER_NAMES.get(name, name): column for name, column in raw.items()}
     try:
         if "dones" in raw or "masks" in raw:  # sac_hybrid.py's: mask 0 is the end of the value
-            dones = check_column(raw, "dones") != 0 if "dones" in raw else np.zeros(len(raw["rewards"]))
-            masks = check_column(raw, "masks") if "masks" in raw else 1 - dones
+            given = dict(dones=np.zeros(len(raw["rewards"]))) | raw
+            dones = check_column(given, "dones") != 0
+            masks = check_column(dict(masks=1 - dones) | given, "masks")
             raw = dict(terminations=1 - masks, truncations=dones * (masks > 0)) | raw
         shapes = zip(COLUMNS, ((obs_dim,), (action_dim,), (), (obs_dim,), (), ()), strict=True)
         return {name: check_column(raw, name, shape) for name, shape in shapes}
@@ -415,7 +416,7 @@ def succeeded(trajectory: dict) -> bool:
 
 
 def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: int = 1) -> float:
-    """Mean of three parts in [0,1]: success, return within its range, how it ended against the clock.
+    """Mean of three parts in [0,1]: success, return within its range, and the clock.
 
     The last: a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5.
     """
@@ -439,7 +440,7 @@ def row_dtype(obs_dim: int, action_dim: int) -> np.dtype:
 
 
 def load_offline_data(args: Args, specs, scale, center, dtype):
-    """All sources as rows of a buffer, the number of each row's episode, mean return of each source"""
+    """All sources as rows of a buffer, each row's number of its episode, mean return by source"""
     names, weights, trajectories, parts, returns = [], [], [], [], {}
     for spec in specs:
         name, _, path = spec.partition("=") if "=" in spec.partition("/")[0] else ("", "", spec)
@@ -455,7 +456,8 @@ def load_offline_data(args: Args, specs, scale, center, dtype):
     bounds, longest = (min(totals), max(totals)), max(len(t["rewards"]) for t in trajectories)
     for t, weight in zip(trajectories, weights, strict=True):
         rows, quality = np.zeros(len(t["rewards"]), dtype), compute_data_quality(t, bounds, longest)
-        rows["obs"], rows["next_obs"], rows["masks"] = t["obs"], t["next_obs"], 1 - t["terminations"]
+        rows["obs"], rows["next_obs"] = t["obs"], t["next_obs"]
+        rows["masks"] = 1 - t["terminations"]
         rows["actions"] = ((t["actions"] - center) / scale).clip(-1, 1)
         rows["rewards"] = t["rewards"] * args.reward_scale
         rows["returns"], rows["quality"] = return_to_go(rows["rewards"], args.gamma), quality
@@ -520,7 +522,7 @@ class Normalizer(nn.Module):
 
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
-    """Rows in a ring; drawn by priorities (|td|+1e-6)^alpha, raised once when set; alpha 0: uniformly.
+    """Rows in a ring; drawn by priorities (|td|+1e-6)^alpha, raised once when set; 0: uniformly.
 
     One cumsum a draw: 4 ms at 10^6 rows; a sum tree would be another 40 lines.
     """
@@ -581,7 +583,7 @@ def compute_priorities(buffer: PrioritizedReplayBuffer, by: str, agent=None):
 
 
 def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality", agent=None):
-    """The best rows in arrays of their own: the rest is released with the old ones. One at least."""
+    """The best rows, one at least, in arrays of their own: the rest is released with the old ones."""
     if retention_ratio == 1:
         return buffer
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -598,7 +600,7 @@ def save_filtered_data(path: Path, buffer, args, scale, center):
 
 
 def split_rows(batch_size: int, ratio: float, num_offline: int, num_online: int) -> tuple[int, int]:
-    """Rows from (offline, online). What is lacking online comes from offline; none from an empty one."""
+    """Rows from (offline, online). What is lacking online comes from offline."""
     if not num_offline or not num_online:
         return (batch_size, 0) if num_offline else (0, batch_size if num_online else 0)
     online = min(batch_size - int(batch_size * ratio), num_online)
@@ -769,6 +771,7 @@ class SAC(nn.Module):
         self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(saved))  # it would keep those very tensors
+            optimizer.param_groups[0]["lr"] = self.args.lr  # moments come from the file, the rate does not
 
 
 def offline_ratio_at(step: int, initial: float, decay: float, floor: float) -> float:
@@ -813,11 +816,11 @@ def conservative_gap(q_values, log_densities, data_q_values):
 
 
 class WarmupAgent(SAC):
-    """SAC on vectors, with a conservative term or cloning; `enter` says which of them counts when."""
+    """SAC on vectors, with a conservative term or cloning; `enter` says which counts when."""
 
     K = 4  # actions of the conservative term from each of: uniform, policy at s, policy at s'
 
-    def __init__(self, obs_dim: int, action_dim: int, device="cpu", args: Args | None = None, scale=1.0):
+    def __init__(self, obs_dim: int, action_dim: int, device="cpu", args=None, scale=1.0):
         args = args or Args()
         torch.manual_seed(args.seed)
         super().__init__(Normalizer(obs_dim), action_dim, -0.5 * action_dim, device, args)
@@ -828,7 +831,8 @@ class WarmupAgent(SAC):
         """The objective, this many environment steps after the warm-up."""
         args = self.args
         self.cloning = args.offline_objective == "bc" and not env_steps
-        self.bc_weight = bool(env_steps) * args.online_bc_weight * args.offline_decay_rate**env_steps
+        fade = args.offline_decay_rate**env_steps if env_steps else 0.0
+        self.bc_weight = args.online_bc_weight * fade
         conservative = args.offline_objective in ("cql", "calql")
         self.cql_alpha = conservative * (args.online_cql_alpha if env_steps else args.cql_alpha)
 
@@ -907,7 +911,7 @@ class WarmupAgent(SAC):
 
 # --- rollout ---
 class Collector:
-    """The online environment. An episode is a function of the step it began at and of the actions."""
+    """The online environment. An episode is a function of the step it began at and its actions."""
 
     def __init__(self, args: Args, env, dtype: np.dtype):
         self.args, self.env, self.dtype = args, env, dtype
@@ -975,8 +979,8 @@ def compare_at_switch(returns: dict[str, float], policy_return: float) -> str:
     """Which deserves trust online, the data or the policy made of them (arXiv:2510.01460)?"""
     data = ", ".join(f"{name} {value:.1f}" for name, value in returns.items())
     better = policy_return >= max(returns.values())
-    advice = "trust the policy" if better else "trust the data, clone them on (--online-bc-weight 1)"
-    return f"switch: return of the data {data}; of the policy {policy_return:.1f}: {advice}"
+    trusted = "policy" if better else "data"
+    return f"switch: return of the data {data}; of the policy {policy_return:.1f}: trust the {trusted}"
 
 
 # --- run folder ---
@@ -986,26 +990,24 @@ class Run:
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
+        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        if not enabled:
-            return
-        self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-        versions = dict(python=sys.version.split()[0], torch=torch.__version__)
-        config = asdict(args) | dict(argv=sys.argv, versions=versions)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-        # what a resumed run knows already; what it will do again is dropped
-        (self.dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        if args.track:
+        if enabled:
+            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
+            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
+            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
+            (self.dir / "metrics.jsonl").write_text("".join(lines))
+        if enabled and args.track:
             import wandb
 
             where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
             self.wandb = wandb.init(**where, config=config, resume="allow")
 
     def log(self, metrics: dict):
-        row = {"global_step": metrics["global_step"], "time": round(time.time() - self.start, 3)}
-        row |= {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
+        row = metrics | {"time": round(time.time() - self.start, 3)}
+        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
@@ -1017,28 +1019,26 @@ class Run:
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        every = max(1, self.total // 15)
-        if self.enabled and self.bar.disable and (done % every == 0 or done == self.total):
+        due = done % max(1, self.total // 15) == 0 or done == self.total
+        if self.enabled and self.bar.disable and due:
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if not self.enabled:
-            return
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        if self.enabled:
+            from matplotlib.figure import Figure
 
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        figure = Figure(figsize=(12, 3 * math.ceil(len(panels) / 3)), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(math.ceil(len(panels) / 3), 3, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                axis.plot(*zip(*points or [(math.nan, math.nan)], strict=True), ".-", label=key)
-            axis.legend(fontsize="small")
-            axis.grid(alpha=0.3)
-        FigureCanvasAgg(figure).print_png(self.dir / "curves.png")
+            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+            axes = figure.subplots(1, len(panels))
+            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+                for key in keys:
+                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
+                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
+                axis.set(title=title, xlabel=xlabel)
+                axis.legend()
+            figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
@@ -1092,7 +1092,10 @@ def main(args: Args) -> dict[str, float]:
     best = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(best if args.device == "auto" else args.device)
     env, scale, center = make_env(args.env_id)
-    judge, low, high = make_env(args.env_id)[0], env.observation_space.low, env.observation_space.high
+    judge, space = make_env(args.env_id)[0], env.observation_space
+    low, high = np.float64(space.low), np.float64(space.high)
+    bounded = high - low < 1e6
+    half = np.where(bounded, high - low, 2.0) / 2
     convert = (scale, center, row_dtype(len(low), len(scale)))
     dtype = convert[-1]
     if args.make_data:
@@ -1147,27 +1150,27 @@ def main(args: Args) -> dict[str, float]:
             held = np.isin(number, chosen[: math.ceil(len(chosen) / 10)])
             progress["heldout"] = torch.from_numpy(rows[held].view(np.uint8))
         offline_rb = PrioritizedReplayBuffer(int((~held).sum()), dtype, alpha, rows[~held])
-        std = rows["obs"].std(0)
+        # one demo may never leave the top of the swing: a spread of nearly 0 would blow up all else
+        std = np.maximum(rows["obs"].std(0), 0.3 * half * bounded)
         agent.normalise_by(rows["obs"].mean(0), np.where(std < 1e-6, 1.0, std))
         if not args.offline_steps:
-            offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+            keep, by = args.retention_ratio, args.retention_by
+            offline_rb = filter_offline_data(offline_rb, keep, by, agent)
         del data, rows
     else:  # no statistics before the first step: the bounds of the space, where it has some
-        finite = np.isfinite(low) & np.isfinite(high) & (np.float64(high) - low < 1e6)
-        low, high = np.where(finite, low, -1.0), np.where(finite, high, 1.0)
-        agent.normalise_by((high + low) / 2, (high - low) / 2)
-    print(f"preset {args.preset}:", *(f"{k} {getattr(args, k)}" for k in PRESETS["design"]))
+        agent.normalise_by(np.where(bounded, (high + low) / 2, 0.0), half)
+    print(f"preset {args.preset}:", *(f"{name} {getattr(args, name)}" for name in OPTIONS))
 
     def save(target: Path, with_data: bool = True):
-        state = agent.checkpoint() | dict(step=step, rows=run.rows, progress=progress, window=window)
+        kept = offline_rb.state_dict() if offline_rb is not None and with_data else None
+        state = dict(step=step, rows=run.rows, progress=progress, window=window, offline_rb=kept)
         state |= dict(online_rb=online_rb.state_dict(), collector=collector.state_dict())
-        state["offline_rb"] = offline_rb.state_dict() if offline_rb is not None and with_data else None
-        save_checkpoint(target, state)
+        save_checkpoint(target, agent.checkpoint() | state)
 
     seconds = {"time/rollout": 0.0, "time/update": 0.0}  # since the last log line
-    first_step, start = step, time.time()
     if not step:
-        run.log({"global_step": 0, "charts/env_steps": 0} | evaluate(agent, judge, args.eval_episodes))
+        scores = evaluate(agent, judge, args.eval_episodes)
+        run.log({"global_step": 0, "charts/env_steps": 0} | scores)
     while step < total and not stop:
         # 1 collect
         step, num_updates, ratio, row, clock = step + 1, 1, 1.0, {}, time.time()
@@ -1248,15 +1251,15 @@ def main(args: Args) -> dict[str, float]:
                 "buffer/offline_bytes": kept * dtype.itemsize,
                 "charts/env_steps": env_steps,
                 "charts/updates": agent.updates,
-                "charts/SPS": (step - first_step) / (time.time() - start),
+                "charts/SPS": step / (time.time() - run.start),
             }
             names = ("charts/episodic_return", "charts/episodic_length")
             if collector.episodes:
                 row |= dict(zip(names, np.mean(collector.episodes, 0).tolist(), strict=True))
             run.log(row)
             metrics, window, seconds = metrics | row, [], dict.fromkeys(seconds, 0.0)
-            watched = ("losses/critic_loss", "losses/actor_loss", "losses/alpha_loss", "losses/alpha")
-            watched += ("buffer/offline_frac", "eval/episodic_return")
+            watched = [f"losses/{k}" for k in ("critic_loss", "actor_loss", "alpha_loss", "alpha")]
+            watched += ["buffer/offline_frac", "eval/episodic_return"]
             line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if k in metrics)
         run.status(line, step)
 
@@ -1273,8 +1276,8 @@ def main(args: Args) -> dict[str, float]:
         print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
         return metrics
     save_checkpoint(run.dir / "final_model.pth", agent.checkpoint())
-    panels = {"return": ["eval/episodic_return", "charts/episodic_return"], "value": ["losses/q_values"]}
-    panels |= {"critic": ["losses/critic_loss"], "temperature": ["losses/alpha"]}
+    panels = {"return": ["eval/episodic_return", "charts/episodic_return"]}
+    panels |= {"value": ["losses/q_values"], "temperature": ["losses/alpha"]}
     run.close("updates of the warm-up, then environment steps", panels)
     print(f"eval/episodic_return {metrics['eval/episodic_return']:.1f}: {run.dir}/final_model.pth")
     return metrics

@@ -3,7 +3,7 @@
     python benchmark/wsrl_study.py                      # what is not in the CSV yet, then tables and picture
     python benchmark/wsrl_study.py --task "one demo" --arms design bc --seeds 1 2
     python benchmark/wsrl_study.py --table              # tables and picture from the CSV, no training
-    python benchmark/wsrl_study.py --switch             # why a clone falls when it goes online
+    python benchmark/wsrl_study.py --switch             # why a clone falls when it goes online: wsrl_switch.csv
 
 Rows of wsrl_study.csv are evaluations: the mean action on 10 fixed episodes, `env_steps` after the warm-up
 (0: the offline policy). The tasks are ones that cloning does not solve. All arms have the same networks, rates,
@@ -47,7 +47,77 @@ ARMS = {
     "design - retention": dict(retention_ratio=1.0),
     "design - decay": dict(initial_offline_ratio=0.5),
 }
-ONLY_THERE = {arm: "no demos" for arm in ARMS if arm.startswith("design -")}
+ONLY_THERE = {arm: "no demos" for arm in ARMS if arm.startswith("design -")} | {
+    "scratch": "no demos"
+}  # it reads no data
+SWITCH = HERE / "wsrl_switch.csv"
+SWITCH_COLUMNS = ["arm", "seed", "env_steps", "return", "critic_return"]
+SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(online_bc_weight=1.0)}
+
+
+def switch(arm, seed):
+    """MountainCarContinuous from all three sources: the clone's return, and that of the critic's best of 41 actions."""
+    import numpy as np
+    import torch
+
+    import wsrl_warmup
+
+    grid, judge = torch.linspace(-1, 1, 41)[:, None], wsrl_warmup.evaluate
+
+    def evaluate(agent, env, episodes):
+        @torch.no_grad()
+        def best(obs):
+            features = agent.critic.encoder(torch.from_numpy(obs)[None]).expand(len(grid), -1)
+            return grid[agent.critic.qf(features, grid).mean(0).argmax()].numpy()
+
+        if agent.updates < 1_500:  # the warm-up is not the question
+            return {"eval/episodic_return": 0.0}
+        plays = [wsrl_warmup.play(env, 10_000 + i, best)[0] for i in range(episodes)]
+        critic_return = float(np.mean([sum(row[2] for row in rows) for rows in plays]))
+        return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
+
+    options = dict(
+        env_id="MountainCarContinuous-v0", preset="bc", device="cpu", sources=("demos", "suboptimal", "random")
+    )
+    options |= dict(offline_steps=1_500, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
+    data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
+    wsrl_warmup.evaluate = evaluate
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            wsrl_warmup.main(wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data)))
+            rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    finally:
+        wsrl_warmup.evaluate = judge
+    rows = [row for row in rows if "eval/critic_return" in row]
+    scores = [[round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")] for row in rows]
+    return [[arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)]
+
+
+def switch_table():
+    """Markdown: mean over the seeds at 0, 100, 200, 300 online steps"""
+    rows = list(csv.DictReader(open(SWITCH))) if SWITCH.exists() else []
+    lines = [
+        "| MountainCarContinuous-v0 | at the switch | after 100 steps | after 200 | after 300 | seeds |",
+        "|---" * 6 + "|",
+    ]
+    for arm in SWITCH_ARMS:
+        for name, label in (("return", "policy"), ("critic_return", "the critic's best action")):
+            mine = [row for row in rows if row["arm"] == arm]
+            means = (
+                [statistics.mean(float(r[name]) for r in mine if r["env_steps"] == str(t)) for t in (0, 100, 200, 300)]
+                if mine
+                else []
+            )
+            cells = " | ".join(f"{x:.1f}" for x in means).replace("-", "−")
+            if mine:
+                lines.append(f"| {arm}: {label} | {cells} | {len({row['seed'] for row in mine})} |")
+    return "\n".join(lines)
+
+
+def append(path, columns, rows):
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows] if new else rows)
 
 
 def run(task, arm, seed):
@@ -60,7 +130,9 @@ def run(task, arm, seed):
         options = COMMON | TASKS[task] | ARMS[arm] | dict(seed=seed, run_dir=f"{folder}/run", data_dir=str(data))
         wsrl_warmup.main(wsrl_warmup.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-    returns = [float(line.split("return ")[1].split(",")[0]) for line in out.getvalue().splitlines() if "successes" in line]
+    returns = [
+        float(line.split("return ")[1].split(",")[0]) for line in out.getvalue().splitlines() if "successes" in line
+    ]
     seconds, best = round(time.process_time() - start, 1), max(returns, default=float("nan"))
     rows = [row for row in rows if "eval/episodic_return" in row]
     if rows[-1]["charts/env_steps"] < options["online_steps"]:
@@ -78,9 +150,10 @@ def read(path=PATH):
     """{(task, arm, seed): {env_steps: return}}, and what the data have, the same way"""
     curves, data = {}, {}
     for row in csv.DictReader(open(path)) if path.exists() else ():
-        key = row["task"], row["arm"], int(row["seed"])
-        curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
-        data[key] = float(row["data_return"])
+        for task in TASKS if row["arm"] == "scratch" else [row["task"]]:  # it reads no data: one run for both
+            key = task, row["arm"], int(row["seed"])
+            curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
+            data[key] = float(row["data_return"])
     return curves, data
 
 
@@ -93,7 +166,10 @@ def reach(curve):
 
 def table(task, curves, data):
     """Markdown: return at 0, 500, 2000 steps, the most that is lost after the switch, steps to the expert's level"""
-    lines = ["| arm | at 0 | at 500 | at 2000 | lost at the switch | steps to the expert's level | seeds |", "|---" * 7 + "|"]
+    lines = [
+        "| arm | at 0 | at 500 | at 2000 | lost at the switch | steps to the expert's level | seeds |",
+        "|---" * 7 + "|",
+    ]
     for arm in ARMS:
         mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
         if not mine:
@@ -138,15 +214,19 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path, default=PATH, help="another CSV, as for tuning seeds")
     parser.add_argument("--table", action="store_true", help="no training")
+    parser.add_argument("--switch", action="store_true", help="the other question, see above")
     options = parser.parse_args()
+    have = {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))} if SWITCH.exists() else set()
+    for seed in options.seeds if options.switch else ():
+        for arm in [arm for arm in SWITCH_ARMS if (arm, seed) not in have]:
+            append(SWITCH, SWITCH_COLUMNS, switch(arm, seed))
+    print(switch_table())
     done, _ = read(options.out)
     jobs = [(t, a, s) for s in options.seeds for t in TASKS for a in options.arms if options.task in (None, t)]
     jobs = [job for job in jobs if job not in done and ONLY_THERE.get(job[1], job[0]) == job[0]]
-    for job in [] if options.table else jobs:
+    for job in [] if options.table or options.switch else jobs:
         rows = run(*job)
-        new = not options.out.exists()
-        with open(options.out, "a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows] if new else rows)
+        append(options.out, COLUMNS, rows)
         print(f"{job}: {[round(row[4]) for row in rows]}, {rows[-1][-1]} CPU seconds", flush=True)
     curves, data = read(options.out)
     for task in TASKS:

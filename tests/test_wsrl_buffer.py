@@ -128,6 +128,7 @@ def test_mixed_batch_is_shuffled_and_errors_find_their_rows():
 
 def test_weights_of_a_mixed_batch():
     """Critic: importance, by one maximum of both buffers, times source; actor: source alone; each of mean 1."""
+
     def draw(**own):
         offline, online = filled([1.0] * 4, 1.0), filled([1.0, 1.0, 1.0, 97.0], 1.0)
         offline.rows["weights"] = 3.0
@@ -139,6 +140,11 @@ def test_weights_of_a_mixed_batch():
     ratios = (none["weights"] / none["weights"].max()).unique().tolist()
     assert [round(x, 4) for x in ratios] in ([0.2577, 1.0], [0.0103, 0.04, 1.0])
     for batch in (both, critic, none):
-        assert batch["weights"].mean().item() == pytest.approx(1) and batch["actor_weights"].mean().item() == pytest.approx(1)
+        assert batch["weights"].mean().item() == pytest.approx(1) and batch[
+            "actor_weights"
+        ].mean().item() == pytest.approx(1)
     assert torch.equal(both["weights"], critic["weights"]) and not torch.allclose(critic["weights"], none["weights"])
-    assert sorted(both["actor_weights"].unique().tolist()) == pytest.approx([0.5, 1.5]) and (critic["actor_weights"] == 1).all()
+    assert (
+        sorted(both["actor_weights"].unique().tolist()) == pytest.approx([0.5, 1.5])
+        and (critic["actor_weights"] == 1).all()
+    )

@@ -61,7 +61,9 @@ def test_npz_reaches_the_buffer(tmp_path, capsys):
 
 def test_sources_weights_and_names(tmp_path, monkeypatch):
     (tmp_path / "lr=0.1,tau=1").mkdir()
-    a, b, c = (save(tmp_path / f"lr=0.1,tau=1/{x}.npz", walk(start=10.0 * i, truncations=LAST)) for i, x in enumerate("abc"))
+    a, b, c = (
+        save(tmp_path / f"lr=0.1,tau=1/{x}.npz", walk(start=10.0 * i, truncations=LAST)) for i, x in enumerate("abc")
+    )
     specs = [f"demos={a}", f"demos={b}:3.5", f"random={c}", f"mine={c}", a]
     rows, number, returns = load_offline_data(ARGS, specs, *CONVERT)
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
@@ -106,7 +108,10 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
     for name, content in wrong.items():
         (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(content))
         refused(tmp_path / f"{name}.pkl", f"{name}.pkl", words.get(name, ""))
-    images = [{k: v for k, v in row.items() if "obs" not in k} | {"observations": {"image": np.zeros(2)}} for row in transitions()]
+    images = [
+        {k: v for k, v in row.items() if "obs" not in k} | {"observations": {"image": np.zeros(2)}}
+        for row in transitions()
+    ]
     (tmp_path / "images.pkl").write_bytes(pickle.dumps(images))
     refused(tmp_path / "images.pkl", "a column is missing: 'obs'")
     assert not (tmp_path / "owned").exists()
@@ -181,6 +186,8 @@ def test_sources_made_here(tmp_path):
     assert len(rows) == 1200 and np.abs(rows["actions"]).max() <= 1
     before = (tmp_path / "demos.npz").read_bytes()
     (tmp_path / "random.npz").unlink()
-    make_sources(args, ("demos", "random"), tmp_path)  # as after a kill: what is there stays, what is missing comes again
+    make_sources(
+        args, ("demos", "random"), tmp_path
+    )  # as after a kill: what is there stays, what is missing comes again
     assert (tmp_path / "demos.npz").read_bytes() == before
     assert (load_offline_data(args, specs, *CONVERT)[0] == rows).all()

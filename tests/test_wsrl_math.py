@@ -222,14 +222,16 @@ def test_cloning_regresses_the_actions_offline_and_fades_online():
     mean = agent.policy(batch["obs"])[0].tanh()
     agent.q_size = q_size
     error = (mean - batch["actions"]).square().sum(-1)[6:].sum() / N
-    assert agent.more_actor_losses(batch, mean.atanh())["bc_loss"].item() == pytest.approx((0.25 * q_size * error).item(), rel=1e-3)
+    assert agent.more_actor_losses(batch, mean.atanh())["bc_loss"].item() == pytest.approx(
+        (0.25 * q_size * error).item(), rel=1e-3
+    )
     assert "bc_loss" in agent.update(batch) and "bc_loss" not in make_agent().update(batch)
 
 
 def test_the_line_at_the_switch():
     returns = dict(demos=-300.0, suboptimal=-700.0)
     assert compare_at_switch(returns, -150.0).endswith("of the policy -150.0: trust the policy")
-    assert "demos -300.0, suboptimal -700.0; of the policy -500.0: trust the data" in compare_at_switch(returns, -500.0)
+    assert compare_at_switch(returns, -500.0).endswith("suboptimal -700.0; of the policy -500.0: trust the data")
 
 
 def test_nan_never_reaches_the_weights():
@@ -267,7 +269,9 @@ def test_load_gives_the_same_agent(tmp_path):
     torch.save(agent.checkpoint(), tmp_path / "final_model.pth")
     other = WarmupAgent(D, A).load(tmp_path / "final_model.pth")  # widths and options come from the file
     assert (other.act(np.ones(D, np.float32)) == agent.act(np.ones(D, np.float32))).all()
-    assert agent.update(make_batch(7))["critic_loss"] == other.update(make_batch(7))["critic_loss"] and same(agent, other)
+    assert agent.update(make_batch(7))["critic_loss"] == other.update(make_batch(7))["critic_loss"] and same(
+        agent, other
+    )
 
 
 def test_critic_learns_a_known_value():

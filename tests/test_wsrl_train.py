@@ -100,7 +100,9 @@ def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys,
 
 def test_offline_share_over_a_run(tmp_path, data):
     run(tmp_path / "run", data, offline_decay_rate=0.9, batch_size=10, log_interval=1)
-    shares = {r["charts/env_steps"]: r["buffer/offline_frac"] for r in rows(tmp_path / "run") if "buffer/offline_frac" in r}
+    shares = {
+        r["charts/env_steps"]: r["buffer/offline_frac"] for r in rows(tmp_path / "run") if "buffer/offline_frac" in r
+    }
     assert shares[0] == 1 and [shares[t] for t in (1, 2, 3, 7, 30)] == pytest.approx([0.9, 0.8, 0.7, 0.5, 0.5])
 
 
@@ -113,7 +115,9 @@ def test_one_seed_one_result(tmp_path, data):
     assert rows(tmp_path / "c") != rows(tmp_path / "a")
 
 
-@pytest.mark.parametrize("own", [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", online_bc_weight=1.0)])
+@pytest.mark.parametrize(
+    "own", [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", online_bc_weight=1.0)]
+)
 def test_two_commands_are_one_run(own, tmp_path, data):
     """The design document's pair: the second names checkpoint and kept rows, no --stage, and overwrites neither."""
     hand = own | dict(checkpoint_path=str(tmp_path / "warm.pth"))
@@ -143,7 +147,11 @@ class Killed(BaseException):
 
 
 gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
-RUNS = [{}, dict(preset="wsrl", warmup_rollout_steps=12, num_critics=3), dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3)]
+RUNS = [
+    {},
+    dict(preset="wsrl", warmup_rollout_steps=12, num_critics=3),
+    dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3),
+]
 RUNS += [dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, online_steps=50, learning_starts=48)]
 
 
@@ -389,7 +397,9 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
     assert len(kept) == 4 and "early stop after 4 updates" in capsys.readouterr().out
     warm = torch.load(tmp_path / "warm.pth", weights_only=True)
     assert all(torch.equal(x, warm["agent"][name]) for name, x in kept[1].items()) and warm["step"] == 20
-    assert [r["losses/heldout_error"] for r in rows(tmp_path / "run") if "losses/heldout_error" in r] == pytest.approx([3, 2, 5, 4])
+    assert [r["losses/heldout_error"] for r in rows(tmp_path / "run") if "losses/heldout_error" in r] == pytest.approx(
+        [3, 2, 5, 4]
+    )
 
 
 def test_normalised_by_the_offline_statistics(tmp_path, data):
@@ -403,7 +413,13 @@ def test_normalised_by_the_offline_statistics(tmp_path, data):
 
 
 BAD = ["--retention-ratio 0", "--offline-decay-rate 1.5", "--min-offline-ratio 0.9 --initial-offline-ratio 0.5"]
-BAD += ["--batch-size 0", "--num-critics 1", "--preset nonsense", "--stage offline", "--learner --checkpoint-path absent"]
+BAD += [
+    "--batch-size 0",
+    "--num-critics 1",
+    "--preset nonsense",
+    "--stage offline",
+    "--learner --checkpoint-path absent",
+]
 BAD += ["--preset scratch --offline-data a.npz", "--lr nan", "--resume", "--preset wsrl --filtered-data-path k.npz"]
 
 
@@ -418,7 +434,10 @@ def test_values_that_make_no_sense_are_refused(flags, tmp_path, monkeypatch, cap
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "kept.npz").touch()
     (tmp_path / "warm.pth").touch()
-    for own in (dict(stage="both", checkpoint_path="warm.pth"), dict(checkpoint_path="no.pth", filtered_data_path="kept.npz")):
+    for own in (
+        dict(stage="both", checkpoint_path="warm.pth"),
+        dict(checkpoint_path="no.pth", filtered_data_path="kept.npz"),
+    ):
         with pytest.raises(ValueError, match="exists"):
             Args(**{k: str(tmp_path / v) if "path" in k else v for k, v in own.items()})
     for flags in (["--env-id", "CartPole-v1"], ["--offline-data", f"demos={tmp_path}/absent.npz"]):
@@ -430,7 +449,9 @@ def test_nothing_is_overwritten(tmp_path):
 def test_names_of_the_design_work(tmp_path):
     flags = "--exp_name hirol --offline_data_path demos.pkl --warmup_steps 50 --checkpoint_path w"
     args = tyro.cli(wsrl_warmup.WSRLConfig, args=flags.split())
-    assert args.offline_steps == 50 and args.offline_data == ("demos.pkl",) and args.run_dir.startswith("runs/hirol__1__")
+    assert (
+        args.offline_steps == 50 and args.offline_data == ("demos.pkl",) and args.run_dir.startswith("runs/hirol__1__")
+    )
     (tmp_path / "w").touch()
     flags = f"--exp_name hirol --checkpoint_path {tmp_path}/w --demo_path f.pkl --learner"
     args = tyro.cli(Args, args=flags.split())
@@ -449,7 +470,9 @@ def test_make_data_only(tmp_path, monkeypatch):
 
 def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
     """No script for this environment: policies of the middle and of the end of a run play the episodes."""
-    monkeypatch.setitem(wsrl_warmup.TASKS, "ShortPendulum-v1", TINY | dict(learning_starts=5, tau=0.1, lr=1e-3, reward_scale=1.0))
+    monkeypatch.setitem(
+        wsrl_warmup.TASKS, "ShortPendulum-v1", TINY | dict(learning_starts=5, tau=0.1, lr=1e-3, reward_scale=1.0)
+    )
     args = Args(env_id="ShortPendulum-v1", data_size=22, device="cpu")
     wsrl_warmup.make_sources(args, ("demos", "suboptimal"), tmp_path)
     assert all(len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 22 for name in ("demos", "suboptimal"))
