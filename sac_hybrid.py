@@ -155,7 +155,8 @@ class Args:
         for name, pair in DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, own.get(name, pair[not built_in]))
-        positive = "max_steps batch_size lr utd cta_ratio num_critics init_alpha log_interval save_every"
+        positive = "max_steps batch_size lr utd cta_ratio num_critics num_sampled_critics init_alpha"
+        positive += " hidden_size buffer_size log_interval save_every"
         for name, value in vars(self).items():
             least = 1e-9 if name in positive.split() else -1e9 if name == "grasp_penalty" else 0
             if type(value) in (int, float) and not least <= value < math.inf:

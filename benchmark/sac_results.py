@@ -1,7 +1,7 @@
 """What sac_hybrid.py makes of a clumsy human, and what imitation makes of him: success, and steps to success.
 
-Five seeds that nothing was tuned on (tuning: 101, 102), the frozen policy without human on 100 fresh episodes. A run that is in
-the CSV is not run again, so that the study can be stopped; curves are those of the 50 episodes that choose the policy.
+Five seeds that nothing was tuned on (tuning: 101), the frozen policy without human on 100 fresh episodes. A run that is
+in the CSV is not run again, so that the study can be stopped; curves are of the 50 episodes that choose the policy.
 
     python benchmark/sac_results.py                     # every arm, 31-35: about two hours of one core
     python benchmark/sac_results.py --arms "HG-DAgger"  # this one
@@ -28,9 +28,9 @@ ARMS = {  # name -> flags of sac_hybrid.py
     "demos only": "--intervention-steps 0",
     "cloning": "--algorithm bc --intervention-steps 0",
     "human": None,
-    "single-arm-fixed-gripper": "--setup-mode single-arm-fixed-gripper",
-    "dual-arm-fixed-gripper": "--setup-mode dual-arm-fixed-gripper",
-    "dual-arm-learned-gripper": "--setup-mode dual-arm-learned-gripper",
+    "single-arm-fixed-gripper": "--setup-mode single-arm-fixed-gripper --human expert",
+    "dual-arm-fixed-gripper": "--setup-mode dual-arm-fixed-gripper --human expert",
+    "dual-arm-learned-gripper": "--setup-mode dual-arm-learned-gripper --human expert",
 }
 FIELDS = ("arm", "seed", "success_rate", "steps_to_success", "cpu_seconds", "command")
 CURVE_FIELDS = ("arm", "seed", "global_step", "success_rate", "steps_to_success", "intervention_rate")
@@ -84,8 +84,9 @@ def run(arm: str, seed: int):
     names = {name: f"eval/{name}" for name in ("success_rate", "steps_to_success")}
     names["intervention_rate"] = "charts/intervention_rate"
     *curve, last = [row for row in rows if "eval/success_rate" in row]
-    points = [{name: row.get(key) for name, key in names.items()} | dict(global_step=row["global_step"]) for row in curve]
-    append(CURVES, CURVE_FIELDS, [dict(arm=arm, seed=seed) | point for point in points])
+    points = [{name: row.get(key) for name, key in names.items()} for row in curve]
+    at = [dict(arm=arm, seed=seed, global_step=row["global_step"]) for row in curve]
+    append(CURVES, CURVE_FIELDS, [own | point for own, point in zip(at, points, strict=True)])
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
     result = dict(success_rate=last["eval/success_rate"], steps_to_success=last["eval/steps_to_success"])
     command = f"python sac_hybrid.py {flags}"
@@ -119,14 +120,15 @@ def plot():
     axes = figure.subplots(1, 3)
     keys = {"success_rate": "success of the frozen policy", "steps_to_success": "steps to success"}
     keys["intervention_rate"] = "share of steps by the human"
-    styles = dict(zip(("demos + interventions", "HG-DAgger", "demos only", "cloning"), ("C0", "C3", "C2", "C7"), strict=True))
+    styles = {"demos + interventions": "C0", "HG-DAgger": "C3", "demos only": "C2", "cloning": "C7"}
+    styles = {arm: colour for arm, colour in styles.items() if any(row["arm"] == arm for row in curves)}
     for axis, (key, title) in zip(axes, keys.items(), strict=True):
         for arm, colour in styles.items():
             own = [row for row in curves if row["arm"] == arm]
             steps = sorted({row["global_step"] for row in own})
             values = [[row[key] for row in own if row["global_step"] == step] for step in steps]
             values = [[v for v in at if np.isfinite(v)] or [np.nan] for at in values]
-            label = {"demos + interventions": "SAC, demos + interventions", "demos only": "SAC, demos only"}.get(arm, arm)
+            label = f"SAC, {arm}" if arm.startswith("demos") else arm
             axis.plot(steps, [np.mean(at) for at in values], ".-", color=colour, label=label)
             axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=colour, alpha=0.12)
         human = [row[key] for row in rows if row["arm"] == "human" and key in row]

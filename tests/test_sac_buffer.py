@@ -49,7 +49,8 @@ def test_ring_wraps(capacity):
 @pytest.mark.parametrize("capacity, seed", [(5, 0), (23, 1), (64, 2), (1000, 3)])
 def test_random_inserts_against_naive(capacity, seed):
     """Naive: a list of (start, end, frames written up to its last one); the oldest frames fall out first."""
-    rng, buffer, naive, written, tail, number = np.random.default_rng(seed), FrameBuffer(capacity, RECORD), [], 0, None, 0
+    rng, buffer = np.random.default_rng(seed), FrameBuffer(capacity, RECORD)
+    naive, written, tail, number = [], 0, None, 0
     for i in range(3_000):
         fresh = tail is None or rng.random() < 0.2  # a new piece: an episode ended, or a gap
         start = number + 2 if fresh else tail
@@ -76,7 +77,8 @@ def test_samples_are_uniform():
 
 def test_memory_is_that_of_single_frames():
     image = [("image", "u1", (64, 64, 3))]
-    record = np.dtype([("obs", image), ("next_obs", image), ("actions", "f4", (7,)), *((name, "f4") for name in SCALARS)])
+    views = [("obs", image), ("next_obs", image), ("actions", "f4", (7,))]
+    record = np.dtype(views + [(name, "f4") for name in SCALARS])
     assert FrameBuffer(200_000, record).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)  # untouched: not really taken
 
 

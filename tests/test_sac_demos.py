@@ -71,7 +71,8 @@ def test_masks_and_penalties_are_filled_in(tmp_path):
     (tmp_path / "demo.pkl").write_bytes(pickle.dumps(bare))
     records = read(tmp_path / "demo.pkl")
     assert records["masks"].tolist() == [1.0 - demo["dones"] for demo in expert]
-    assert records["grasp_penalty"][records["grasp_penalty"] != 0].tolist() == pytest.approx([-0.02] * 3)  # one close each
+    penalties = records["grasp_penalty"]  # each episode starts open and closes once
+    assert penalties[penalties != 0].tolist() == pytest.approx([-0.02] * 3)
 
 
 class Evil:
@@ -135,7 +136,7 @@ def test_mutations_are_read_or_refused(tmp_path):
         data = bytearray(sources[trial % 4])
         if trial % 5 == 0:
             del data[int(rng.integers(len(data))) :]
-        for _ in range(rng.integers(1, 20)):  # the first bytes and the end hold most of the structure, the middle pixels
+        for _ in range(rng.integers(1, 20)):  # the first bytes hold most of the structure, the middle pixels
             data[int(rng.integers(len(data) if rng.random() < 0.3 else min(400, len(data))))] = rng.integers(256)
         path.write_bytes(bytes(data))
         try:
@@ -157,7 +158,7 @@ NEXT = DEMOS[4]["next_observations"]
     (dict(rewards="1"), ["rewards of row 4", "str"]),
     (dict(masks=7.0), ["masks of row 4"]),
     (dict(observations=3.0), ["observations/image", "every row"]),
-    (dict(next_observations=NEXT | {"image": np.zeros((3, 32, 32), np.uint8)}), ["row 4", "(3, 32, 32)", "(32, 32, 3)"]),
+    (dict(next_observations=NEXT | {"image": np.zeros((3, 32, 32), np.uint8)}), ["row 4", "(3, 32, 32)"]),
     (dict(next_observations=NEXT | {"image": np.zeros((32, 32, 3), np.float32)}), ["next_observations/image", "uint8"]),
 ])  # fmt: skip
 def test_ill_fitting_demos_are_named(tmp_path, change, words):

@@ -1,4 +1,4 @@
-"""sac_hybrid.py as a whole: the built-in environment, own ones, the human, threads, faults, resume, the command line."""
+"""sac_hybrid.py as a whole: environments, the human, threads, faults, resume, the command line."""
 
 import json
 import os
@@ -225,7 +225,8 @@ def test_every_mode_trains(mode, tmp_path):
     losses = [v for k, v in metrics.items() if k.startswith("losses/")]
     assert np.isfinite(losses).all() and ("losses/grasp_critic_loss" in metrics) == mode.endswith("learned-gripper")
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"args.json", "metrics.jsonl", "summary.json", "curves.png", "latest.pth", "checkpoint_60.pth", "final_model.pth"}
+    written = {"args.json", "metrics.jsonl", "summary.json", "curves.png"}
+    assert names == written | {"latest.pth", "checkpoint_60.pth", "final_model.pth"}
 
 
 def test_hg_dagger_clones_the_human_it_meets(tmp_path):
@@ -371,17 +372,19 @@ def test_a_kill_inside_a_save_and_a_stop_at_random_steps(name, tmp_path, monkeyp
         main(Args(**options, run_dir=str(tmp_path / "killed")))
     main(Args(**options, run_dir=str(tmp_path / "killed"), resume=True))
     main(Args(**options, run_dir=str(tmp_path / "whole")))
-    assert rows(tmp_path / "killed") == rows(tmp_path / "whole") and same_weights(tmp_path / "killed", tmp_path / "whole")
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    assert same_weights(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_ctrl_c_saves_and_resumes(tmp_path):
     options = TINY | dict(max_steps=120)
-    process = subprocess.Popen([*COMMAND, "--max-steps", "120", "--run-dir", str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    flags = ["--max-steps", "120", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, text=True)
     while not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run"):
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    assert "stopped and saved" in process.communicate(timeout=60)[0] and process.returncode == 0
+    assert "stopped and saved" in process.communicate(timeout=120)[0] and process.returncode == 0
     assert torch.load(tmp_path / "run" / "latest.pth")["progress"][4] < 120
     main(Args(**options, run_dir=str(tmp_path / "run"), resume=True))
     main(Args(**options, run_dir=str(tmp_path / "whole")))
@@ -391,9 +394,9 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
 
 
 # --- ranks ---
-def test_torchrun_three_ranks(tmp_path):
+def test_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *COMMAND[1:]]
-    run = subprocess.run([*command, "--run-dir", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    run = subprocess.run([*command, "--run-dir", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert run.returncode == 0, run.stderr
     last = rows(tmp_path / "run")[-2]
     assert last["global_step"] == 60 and last["charts/updates"] == 80 and last["buffer/online_size"] == 60
@@ -410,23 +413,23 @@ def test_create_data_and_full_test_use_both_files(tmp_path, monkeypatch):
     assert metrics["buffer/online_size"] == 60 + len(sac_hybrid.load_columns("test_data/failure_demo.pkl")["rewards"])
 
 
-def test_the_command_line(tmp_path, run_script):
-    run = run_script("sac_hybrid.py", "--test", "quick", "--seed", "3")
-    assert run.returncode == 0, run.stderr
+def test_the_command_line(capsys, run_script):
+    main(Args(test="quick", device="cpu"))
+    shown = capsys.readouterr().out
     for name in ("critic_loss", "grasp_critic_loss", "actor_loss", "alpha_loss", "alpha"):  # the manual: they are shown
-        assert f"{name} " in run.stdout
-    assert "without human: success" in run.stdout
+        assert f" {name} " in shown or f"] {name} " in shown
+    assert "without human: success" in shown
+    manual = "--demo_paths /path/to/demo1.pkl /path/to/demo2.pkl --image_keys image"
+    manual += " --setup_mode single-arm-fixed-gripper --max_steps 100000 --batch_size 256 --lr 3e-4"
+    manual += " --save_dir ./my_training_results"
+    with pytest.raises(SystemExit, match="/path/to/demo1.pkl"):
+        main(tyro.cli(Args, args=manual.split()))
     run = run_script("sac_hybrid.py", "--gamma", "2")
     assert run.returncode == 2 and "at most 1" in run.stderr and "Traceback" not in run.stderr
-    manual = "--demo_paths /path/to/demo1.pkl /path/to/demo2.pkl --image_keys image --setup_mode single-arm-fixed-gripper"
-    manual += " --max_steps 100000 --batch_size 256 --lr 3e-4 --save_dir ./my_training_results"
-    assert tyro.cli(Args, args=manual.split()).demo_paths == ("/path/to/demo1.pkl", "/path/to/demo2.pkl")
-    run = run_script("sac_hybrid.py", *manual.split())
-    assert run.returncode == 1 and run.stderr.count("\n") == 1 and "/path/to/demo1.pkl" in run.stderr
 
 
 @pytest.mark.parametrize("options", [
-    dict(lr=0.0), dict(max_steps=0), dict(tau=1.5), dict(seed=-1), dict(gamma=float("nan")), dict(num_sampled_critics=3),
+    dict(lr=0.0), dict(max_steps=0), dict(tau=1.5), dict(seed=-1), dict(gamma=float("nan")), dict(num_critics=1),
     dict(resume=True), dict(algorithm="bc", num_demos=0), dict(env_id="Pendulum-v1", num_demos=3),
 ])  # fmt: skip
 def test_values_that_make_no_sense(options):
@@ -460,5 +463,6 @@ def test_the_pages_table_is_the_raw_data():
     sys.path.insert(0, str(ROOT / "benchmark"))
     import sac_results
 
-    page, lines = (ROOT / "docs" / "sac_hybrid.md").read_text(), sac_results.table(sac_results.read(sac_results.RESULTS)).splitlines()
-    assert len(lines) > 6 and all(line in page for line in lines)
+    page = (ROOT / "docs" / "sac_hybrid.md").read_text()
+    lines = sac_results.table(sac_results.read(sac_results.RESULTS)).splitlines()
+    assert len(lines) > 4 and all(line in page for line in lines)
