@@ -933,20 +933,18 @@ class Collector:
 
     def step(self, action):
         """-> one row of the online buffer; its episode's quality and return are not known"""
-        row, args = np.zeros(1, self.dtype), self.args
         next_obs, reward, terminated, truncated, _ = self.env.step(action)
         if not np.isfinite([reward, *next_obs]).all():
-            raise ValueError(f"{args.env_id} gave reward {reward}, observation {next_obs}")
-        self.actions.append(action)
-        self.total += float(reward)
+            raise ValueError(f"{self.args.env_id} gave reward {reward}, observation {next_obs}")
         # a time limit bootstraps from its next_obs, only a termination ends the value
-        values = (self.obs, next_obs, action, reward * args.reward_scale, not terminated, 1, 0.5)
-        row[0] = (*values, -math.inf)
-        self.obs = next_obs
+        scaled = reward * self.args.reward_scale
+        row = (self.obs, next_obs, action, scaled, not terminated, 1, 0.5, -math.inf)
+        self.obs, self.total = next_obs, self.total + float(reward)
+        self.actions.append(action)
         if terminated or truncated:
             self.episodes = [*self.episodes[-19:], [self.total, len(self.actions)]]
             self.obs, self.actions = None, []
-        return row
+        return np.array([row], self.dtype)
 
     def state_dict(self) -> dict:
         obs = None if self.obs is None else torch.from_numpy(self.obs)
@@ -965,7 +963,7 @@ class Collector:
 
 
 # --- evaluate ---
-def evaluate(agent: WarmupAgent, env, num_episodes: int) -> dict[str, float]:
+def evaluate_policy(agent: WarmupAgent, env, num_episodes: int) -> dict[str, float]:
     """The mean action, the same episodes for every run."""
     results = []
     for episode in range(num_episodes):
@@ -1123,7 +1121,8 @@ def main(args: Args) -> dict[str, float]:
     stop, agent = catch_signals(), WarmupAgent(len(low), len(scale), device, args, scale)
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     online_rb, offline_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha), None
-    collector, step, window, metrics, line = Collector(args, env, dtype), 0, [], {}, ""
+    collector, step, window, line = Collector(args, env, dtype), 0, [], ""
+    metrics = {name: value for row in run.rows for name, value in row.items()}  # the latest of each
     # early stop: held-out rows, best error, checks since, best weights; returns of the sources
     progress = dict(heldout=None, best_error=math.inf, stale=0, best=None, returns={})
 
@@ -1169,7 +1168,7 @@ def main(args: Args) -> dict[str, float]:
 
     seconds = {"time/rollout": 0.0, "time/update": 0.0}  # since the last log line
     if not step:
-        scores = evaluate(agent, judge, args.eval_episodes)
+        scores = evaluate_policy(agent, judge, args.eval_episodes)
         run.log({"global_step": 0, "charts/env_steps": 0} | scores)
     while step < total and not stop:
         # 1 collect
@@ -1233,7 +1232,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 evaluate
         if switching or last or (args.eval_every and step % args.eval_every == 0):
-            row |= evaluate(agent, judge, args.eval_episodes)
+            row |= evaluate_policy(agent, judge, args.eval_episodes)
         if switching:
             tqdm.write(compare_at_switch(progress["returns"], row["eval/episodic_return"]))
 
@@ -1260,7 +1259,7 @@ def main(args: Args) -> dict[str, float]:
             metrics, window, seconds = metrics | row, [], dict.fromkeys(seconds, 0.0)
             watched = [f"losses/{k}" for k in ("critic_loss", "actor_loss", "alpha_loss", "alpha")]
             watched += ["buffer/offline_frac", "eval/episodic_return"]
-            line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if k in metrics)
+            line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if metrics.get(k))
         run.status(line, step)
 
         # 6 save; what is handed over comes last

@@ -62,7 +62,7 @@ def switch(arm, seed):
 
     import wsrl_warmup
 
-    grid, judge = torch.linspace(-1, 1, 41)[:, None], wsrl_warmup.evaluate
+    grid, judge = torch.linspace(-1, 1, 41)[:, None], wsrl_warmup.evaluate_policy
 
     def evaluate(agent, env, episodes):
         @torch.no_grad()
@@ -81,13 +81,13 @@ def switch(arm, seed):
     )
     options |= dict(offline_steps=1_500, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
     data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
-    wsrl_warmup.evaluate = evaluate
+    wsrl_warmup.evaluate_policy = evaluate
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             wsrl_warmup.main(wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data)))
             rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
     finally:
-        wsrl_warmup.evaluate = judge
+        wsrl_warmup.evaluate_policy = judge
     rows = [row for row in rows if "eval/critic_return" in row]
     scores = [[round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")] for row in rows]
     return [[arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)]

@@ -148,17 +148,7 @@ def test_the_conservative_term_leaves_online_rows_alone():
     assert losses["all"] == 0 and losses["odd"] + losses["even"] == pytest.approx(losses["none"], rel=1e-5)
 
 
-def test_cql_lowers_what_the_data_do_not_have_and_calql_stops_at_the_return():
-    gaps = {}
-    for objective in ("sac", "cql"):
-        agent, batch = make_agent(offline_objective=objective, cql_alpha=5.0), make_batch() | {"masks": torch.zeros(N)}
-        for _ in range(30):
-            agent.update(batch)
-        with torch.no_grad():
-            other = torch.rand(N, A, generator=torch.Generator().manual_seed(9)) * 2 - 1
-            gap = agent.critic.qf(batch["obs"], other) - agent.critic.qf(batch["obs"], batch["actions"])
-            gaps[objective] = gap.mean().item()
-    assert gaps["cql"] < gaps["sac"] - 0.5
+def test_calql_stops_at_the_return():
     q_values = torch.tensor([[[1.0, 2.0, 3.0]]], requires_grad=True)
     calibrate(q_values, torch.tensor([50.0]), 1).sum().backward()
     assert q_values.grad.tolist() == [[[1, 0, 0]]]
@@ -179,33 +169,16 @@ def test_the_core_is_that_of_sac_hybrid(critics):
     assert torch.equal(ours.flat_critic, theirs.flat_critic) and torch.equal(ours.flat_target, theirs.flat_target)
 
 
-def test_features_that_are_off_draw_nothing():
-    plain, zero, cql = (make_agent(**own) for own in ({}, dict(offline_objective="cql", cql_alpha=0.0),
-                                                      dict(offline_objective="cql")))  # fmt: skip
-    for agent in (plain, zero, cql):
-        agent.update(make_batch())
-    assert same(plain, zero) and not same(plain, cql)
-
-
-def test_weights_reach_both_losses_and_only_their_own():
-    mask = torch.ones(N)
-    mask[3:] = 0
-    for name in ("weights", "actor_weights"):
-        agents = make_agent(), make_agent()
-        for agent, seed in zip(agents, (5, 6), strict=True):  # other rows behind weight 0
-            batch, other = make_batch(0), make_batch(seed)
-            if name == "weights":  # rewards reach the critic alone
-                batch["rewards"] = torch.where(mask > 0, batch["rewards"], other["rewards"])
-                agent.update(batch | {name: batch_weights(mask)}, full=False)
-            else:
-                batch["obs"] = torch.where(mask[:, None] > 0, batch["obs"], other["obs"])
-                torch.manual_seed(0)
-                loss = agent.actor_losses(batch | {name: batch_weights(mask)}, batch["obs"])["actor_loss"]
-                agent.grads = torch.autograd.grad(loss, list(agent.actor.parameters()))
-        if name == "weights":
-            assert torch.equal(agents[0].flat_critic, agents[1].flat_critic)
-        else:
-            assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(agents[0].grads, agents[1].grads, strict=True))
+def test_weights_reach_the_actor_alone():
+    """Rows of weight 0 may hold anything; the critic's weights are proved above."""
+    mask, grads = (torch.arange(N) < 3).float(), []
+    for seed in (5, 6):
+        agent, batch, other = make_agent(), make_batch(0), make_batch(seed)
+        batch["obs"] = torch.where(mask[:, None] > 0, batch["obs"], other["obs"])
+        torch.manual_seed(0)
+        loss = agent.actor_losses(batch | dict(actor_weights=batch_weights(mask)), batch["obs"])["actor_loss"]
+        grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.actor.parameters()))]))
+    assert torch.allclose(*grads, atol=1e-7) and grads[0].abs().max() > 0
 
 
 def test_cloning_regresses_the_actions_offline_and_fades_online():
@@ -249,18 +222,6 @@ def test_nan_never_reaches_the_weights():
             agent.update(batch)
 
 
-def test_dropout_is_for_the_actors_update_only():
-    agent, obs = make_agent(dropout=0.5), np.ones(D, np.float32)
-    assert (agent.act(obs) == agent.act(obs)).all() and not agent.actor.training
-    plain, batch = make_agent(), make_batch()
-    agent.update(batch, full=False)
-    plain.update(batch, full=False)
-    assert torch.equal(agent.flat_critic, plain.flat_critic)
-    agent.update(batch)
-    plain.update(batch)
-    assert not torch.equal(agent.actor[0].weight, plain.actor[0].weight)
-
-
 def test_load_gives_the_same_agent(tmp_path):
     agent = make_agent(dropout=0.1)
     agent.normalise_by(np.full(D, 0.5), np.ones(D))
@@ -272,10 +233,3 @@ def test_load_gives_the_same_agent(tmp_path):
     assert agent.update(make_batch(7))["critic_loss"] == other.update(make_batch(7))["critic_loss"] and same(
         agent, other
     )
-
-
-def test_critic_learns_a_known_value():
-    agent, batch = make_agent(num_critics=10), make_batch() | {"masks": torch.zeros(N), "rewards": torch.ones(N)}
-    for _ in range(60):
-        stats = agent.update(batch)
-    assert stats["q_values"].item() == pytest.approx(1.0, abs=0.1)

@@ -106,15 +106,6 @@ def test_offline_share_over_a_run(tmp_path, data):
     assert shares[0] == 1 and [shares[t] for t in (1, 2, 3, 7, 30)] == pytest.approx([0.9, 0.8, 0.7, 0.5, 0.5])
 
 
-def test_one_seed_one_result(tmp_path, data):
-    for name in "ab":
-        torch.rand(3), np.random.rand(3)  # the global generators must not matter
-        run(tmp_path / name, data)
-    assert_same_run(tmp_path / "a", tmp_path / "b")
-    run(tmp_path / "c", data, seed=2)
-    assert rows(tmp_path / "c") != rows(tmp_path / "a")
-
-
 @pytest.mark.parametrize(
     "own", [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", online_bc_weight=1.0)]
 )
@@ -173,23 +164,6 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
             run(folder, data, **own, save_every=7)
         run(folder, data, **own, save_every=7, resume=True)
         assert_same_run(folder, tmp_path / "whole")
-
-
-def test_a_kill_inside_a_save_leaves_the_last_checkpoint(tmp_path, data, monkeypatch):
-    own = dict(save_every=7, filtered_data_path=str(tmp_path / "kept.npz"), checkpoint_path=str(tmp_path / "warm.pth"))
-    replace = os.replace
-
-    def dying(source, target):
-        if "kept.npz" in str(target):
-            raise Killed
-        replace(source, target)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(os, "replace", dying)
-        run(tmp_path / "killed", data, **own)
-    run(tmp_path / "killed", data, **own, resume=True)
-    run(tmp_path / "whole", data)
-    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
@@ -341,20 +315,6 @@ def test_what_reaches_an_update(tmp_path, data, monkeypatch):
     assert updates == [(True, 0.5)] * 20 + [(False, 0.25), (False, 0.25), (True, 0.25)] * 30
 
 
-def test_rows_of_the_environment(tmp_path, data):
-    """A time limit keeps the value of its state; the learner's rewards are scaled; no return is known."""
-    own = dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, learning_starts=25)
-    stored = {}
-    for scale in (1.0, 0.1):
-        run(tmp_path / str(scale), data, **own, reward_scale=scale)
-        stored[scale] = state(tmp_path / str(scale))["online_rb"]["rows"].numpy().view(wsrl_warmup.row_dtype(3, 1))
-    one, tenth = stored[1.0], stored[0.1]
-    assert tenth["rewards"][:25] == pytest.approx(0.1 * one["rewards"][:25]) and np.abs(one["rewards"]).min() > 0
-    assert (one["masks"] == 1).all() and (one["returns"] == -np.inf).all()
-    uniform = [np.random.default_rng([1, 3, step]).uniform(-1, 1, 1).astype(np.float32) for step in range(1, 27)]
-    assert (one["actions"][:25] == np.array(uniform[:25])).all() and one["actions"][25] != uniform[25]
-
-
 class Ends(gym.Env):
     """Terminates at the third step, or is cut off there."""
 
@@ -459,13 +419,6 @@ def test_names_of_the_design_work(tmp_path):
     assert (args.success_weight_bonus, args.priority_alpha, args.priority_beta) == (1.5, 0.6, 0.4)
     args = tyro.cli(Args, args="--offline-data demos=a.npz:2.0 --offline-data random=b.pkl".split())
     assert args.offline_data == ("demos=a.npz:2.0", "random=b.pkl")
-
-
-def test_make_data_only(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(Args(**TINY | dict(make_data=True)))
-    names = {path.name for path in (tmp_path / "data" / "Pendulum-v1").iterdir()}
-    assert names == {"demos.npz", "suboptimal.npz", "random.npz"} and not (tmp_path / "runs").exists()
 
 
 def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
