@@ -50,6 +50,7 @@ import tyro
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
+from tyro.conf import UseAppendAction, arg
 
 # What an option left at None becomes: first by preset (None: by task), then by task, then any other.
 # The design's document keeps the best 20 % and drops the conservative term online: both can cost the
@@ -82,6 +83,10 @@ DEFAULTS = dict(
 
 
 # --- args ---
+Source = Literal["demos", "suboptimal", "random"]
+Files = Annotated[UseAppendAction[tuple[str, ...]], arg(aliases=["--offline-data-path"])]
+
+
 @dataclass
 class Args:
     # run
@@ -101,14 +106,12 @@ class Args:
     stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
-    filtered_data_path: Annotated[str | None, tyro.conf.arg(aliases=["--demo-path"])] = None  # kept
+    filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # .npz of kept rows
 
     # task
     env_id: str = "Pendulum-v1"  # Gymnasium id; observations are flattened, actions a bounded Box
-    offline_data: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=["--offline-data-path"])
-    ] = ()  # [name=]path[:weight] of .npz, .pkl or minari:ID, repeatable (none: made here)
-    sources: tuple[Literal["demos", "suboptimal", "random"], ...] = ("suboptimal", "random")  # then
+    offline_data: Files = ()  # [name=]path[:weight] of .npz, .pkl or minari:ID (none: see sources)
+    sources: tuple[Source, ...] = ("suboptimal", "random")  # made here if there is no offline_data
     make_data: bool = False  # only write the three sources to data_dir, then end
     data_dir: str | None = None  # of sources made here; existing ones are used (None: in run_dir)
     data_size: int = 4_000  # transitions of each source made here, rounded up to whole episodes
@@ -122,7 +125,7 @@ class Args:
     dropout: float = 0.0  # share of hidden units of the actor dropped in its update
 
     # rollout
-    offline_steps: Annotated[int | None, tyro.conf.arg(aliases=["--warmup-steps"])] = None  # updates
+    offline_steps: Annotated[int | None, arg(aliases=["--warmup-steps"])] = None  # warm-up updates
     online_steps: int | None = None  # environment steps (frozen rollouts, then 2000 to 100000)
     warmup_rollout_steps: int | None = None  # online steps by the frozen warm policy, no update
     learning_starts: int | None = None  # online steps at random, no update (0, 200 or 5000)
@@ -957,7 +960,8 @@ class Collector:
         if state["obs"] is not None:
             self.begin(state["start"])
             for action in state["actions"].numpy():
-                self.step(action)
+                if self.obs is not None:
+                    self.step(action)
             if self.obs is None or not np.array_equal(self.obs, state["obs"].numpy()):
                 self.obs, self.actions, self.episodes = None, [], state["episodes"]
 

@@ -165,24 +165,22 @@ def reach(curve):
 
 
 def table(task, curves, data):
-    """Markdown: return at 0, 500, 2000 steps, the most that is lost after the switch, steps to the expert's level"""
-    lines = [
-        "| arm | at 0 | at 500 | at 2000 | lost at the switch | steps to the expert's level | seeds |",
-        "|---" * 7 + "|",
-    ]
+    """Markdown: return at 0, 500, 2000 steps, mean (worst seed); most lost below the start; steps to the expert"""
+    head = (
+        "arm | return at 0 | at 500 | at 2000 steps | most lost below the start | steps to the expert's level"
+    )
+    lines = [f"| {head} |", "|---" * 6 + "|"]
     for arm in ARMS:
         mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
-        if not mine:
-            continue
-        means = [statistics.mean(curve[step] for curve in mine) for step in (0, 500, 2000)]
-        # against the policy at the switch or the best source, whichever is better to begin with
-        lost = statistics.mean(max(0, curve[0] - min(curve[step] for step in (250, 500))) for curve in mine)
-        reached = sorted(map(reach, mine))
-        median = reached[len(reached) // 2]
-        steps = f"{median:.0f}" if median < float("inf") else "> 2000"
-        numbers = " | ".join(f"{x:.0f}" for x in (*means, lost))
-        done = sum(x < float("inf") for x in reached)
-        lines.append(f"| {arm} | {numbers} | {steps} ({done}/{len(mine)}) | {len(mine)} |".replace("| -", "| −"))
+        if mine:
+            points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
+            cells = [f"{statistics.mean(values):.0f} ({min(values):.0f})" for values in points]
+            lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
+            reached = sorted(map(reach, mine))
+            median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
+            steps = f"{median:.0f}" if median < float("inf") else "> 2000"
+            cells += [f"{lost:.0f}", f"{steps}, {done} of {len(mine)} seeds"]
+            lines.append(f"| {arm} | {' | '.join(cells)} |".replace("| -", "| −").replace("(-", "(−"))
     return "\n".join(lines)
 
 
