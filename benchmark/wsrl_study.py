@@ -211,7 +211,7 @@ if __name__ == "__main__":
     parser.add_argument("--arms", nargs="*", default=list(ARMS), help="these arms only")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path, default=PATH, help="another CSV, as for tuning seeds")
-    parser.add_argument("--table", action="store_true", help="no training")
+    parser.add_argument("--table", "--plot", action="store_true", help="no training")
     parser.add_argument("--switch", action="store_true", help="the other question, see above")
     options = parser.parse_args()
     have = {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))} if SWITCH.exists() else set()
