@@ -97,7 +97,7 @@ class Args:
     eval_every: int | None = None  # steps between evaluations of the policy (500 or 5000)
     eval_episodes: int | None = None  # of each; the best policy is kept (50 or 10; 0: the last one)
     report_episodes: int | None = None  # others, that judge final_model.pth (100 or 50; 0: not)
-    log_interval: int = 100  # environment steps between lines of metrics.jsonl and of the console
+    log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
     create_data: bool = False  # write test_data/{success,failure}_demo.pkl, then end
@@ -475,7 +475,7 @@ class ImageEncoder(nn.Module):
         return self.embed(x.flatten(1))
 
 
-class Encoder(nn.Module):
+class Encoder(nn.Module):  # hybrid: images
     """Cameras and vectors side by side. Images become floats here and nowhere else.  obs -> (N,F)"""
 
     def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str):
@@ -491,8 +491,8 @@ class Encoder(nn.Module):
         parts = []
         for key, net in zip(self.image_keys, self.images, strict=True):
             parts.append(net(obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5)))
-        if vectors := [value for key, value in obs.items() if key not in self.image_keys]:
-            state = torch.cat(vectors, 1)
+        if vectors := sorted(set(obs) - set(self.image_keys)):
+            state = torch.cat([obs[key] for key in vectors], 1)
             parts += [state, self.embed_state(state)] if self.embed_state else [state]
         return torch.cat(parts, 1)
 
@@ -815,8 +815,9 @@ class SACHybridAgent(SAC):
 
 # --- rollout ---
 # A transition is one numpy record: stored, compared and sent over the wire as bytes.
+COUNTED = ["interventions", "takeovers", "dones"]
 RESULTS = ["success_rate", "episodic_return", "episodic_length"]  # of the episode so far
-SCALARS = ["rewards", "masks", "grasp_penalty", "interventions", "takeovers", "dones", *RESULTS]
+SCALARS = ["rewards", "masks", "grasp_penalty", *COUNTED, *RESULTS]
 
 
 class Robot:
@@ -889,7 +890,7 @@ class Robot:
         self.actions.append(action)
         human = info.get("intervene_action")
         if is_human := human is not None:
-            human = np.asarray(torch.as_tensor(human).cpu(), np.float32)
+            human = np.asarray(torch.as_tensor(human).detach().cpu(), np.float32)
             if human.shape != executed.shape or not np.isfinite(human).all():
                 raise ValueError(f'info["intervene_action"] must be {executed.shape} finite numbers')
             action = (np.clip(human, self.low, self.high) - self.center) / self.scale
@@ -901,7 +902,8 @@ class Robot:
         takeover, self.was_human = is_human and not self.was_human, is_human
         scalars = (reward, mask, self.args.grasp_penalty * toggles, is_human, takeover)
         scalars += (terminated or truncated, success, self.total, len(self.actions))
-        return np.array((tuple(obs.values()), tuple(self.obs.values()), action, *scalars), self.record)
+        views = [tuple(view[key] for key in self.record["obs"].names) for view in (obs, self.obs)]
+        return np.array((*views, action, *scalars), self.record)
 
     def run(self, agent, link):
         """The actor's loop, in a thread of the learner's process or as a process of its own."""
@@ -1005,7 +1007,7 @@ class Wire:
 
 
 # --- evaluate ---
-def evaluate(agent: SACHybridAgent, robot: Robot, first_seed: int, num_episodes: int):
+def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_episodes: int):
     """The frozen policy alone: mean action, the same episodes for every run. An episode in which the
     environment lets a human act all the same is left out, and counted."""
     results = []
@@ -1073,13 +1075,13 @@ class Run:
             from matplotlib.figure import Figure
 
             (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-            axes = figure.subplots(1, len(panels))
-            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+            height = math.ceil(len(panels) / 4)
+            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+            for i, (title, keys) in enumerate(panels.items(), 1):
+                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
                 for key in keys:
                     points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
                     axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.set(title=title, xlabel=xlabel)
                 axis.legend()
             figure.savefig(self.dir / "curves.png")
         if self.wandb:
@@ -1171,7 +1173,6 @@ def main(args: Args) -> dict[str, float]:
         robot.run(actor, wires[rank - 1])
         dist.destroy_process_group()
         return {}
-
     online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
     for path, columns in files.items():
         rb = online_rb if path in args.failure_paths else demo_rb
@@ -1179,7 +1180,6 @@ def main(args: Args) -> dict[str, float]:
             rb.insert(record)
         if rb.used == args.buffer_size:
             sys.exit(f"--buffer-size {args.buffer_size} is less than {path} needs")
-
     link, best, best_score, window, rows, metrics = Link(), None, [-1.0], [], [], {}
     step, helped, totals, episodes = 0, 0, [0, 0, 0], []  # human's steps, takeovers, episodes
     path = Path(args.run_dir or "") / "latest.pth"
@@ -1193,7 +1193,7 @@ def main(args: Args) -> dict[str, float]:
         for rb, state in zip((online_rb, demo_rb), saved["buffers"], strict=False):
             rb.load_state_dict(state)
     run = Run(args, args.max_steps, rows, exist_ok=args.resume)
-    save_dir, first_step, first_time, spent = Path(args.save_dir or run.dir), step, time.time(), [0, 0]
+    save_dir, spent = Path(args.save_dir or run.dir), [0.0, 0.0]  # seconds acting, learning
     save_dir.mkdir(parents=True, exist_ok=True)
 
     def save():
@@ -1219,8 +1219,7 @@ def main(args: Args) -> dict[str, float]:
                 continue
             for rb in (online_rb, demo_rb) if record["interventions"] else (online_rb,):
                 rb.insert(record)
-            counted = [int(record[name]) for name in ("interventions", "takeovers", "dones")]
-            totals = np.add(totals, counted).tolist()
+            totals = [total + int(record[k]) for total, k in zip(totals, COUNTED, strict=True)]
             if record["dones"]:
                 episodes = [*episodes[-19:], [float(record[name]) for name in RESULTS]]
             step, last, row = step + 1, step + 1 == args.max_steps, {}
@@ -1234,16 +1233,15 @@ def main(args: Args) -> dict[str, float]:
                 else:  # critic-only updates, then a full one
                     stats = agent.update(batch, full=(agent.updates + 1) % args.cta_ratio == 0)
                     stats.pop("td_errors", None)
-                window.append(stats | {"demo_rows": batch["is_demo"].float().sum()})
+                demo_rows = batch["is_demo"].float().sum()
+                stats |= {"buffer/demo_rows": demo_rows, "buffer/online_rows": args.batch_size - demo_rows}
+                window.append(stats)
             link.publish(agent)
             spent[1] += time.time() - started
 
             # 3 log
             if step % args.log_interval == 0 or last:
-                row = {f"losses/{name}": mean for name, mean in means(window).items()}
-                if window:
-                    row["buffer/demo_rows"] = row.pop("losses/demo_rows")
-                    row["buffer/online_rows"] = args.batch_size - row["buffer/demo_rows"]
+                row = {name if "/" in name else f"losses/{name}": v for name, v in means(window).items()}
                 steps = (step - 1) % args.log_interval + 1  # since the last line
                 row |= {
                     "charts/intervention_rate": (totals[0] - helped) / steps,
@@ -1251,21 +1249,20 @@ def main(args: Args) -> dict[str, float]:
                     "charts/intervention_count": totals[1],
                     "charts/episodes": totals[2],
                     "charts/updates": agent.updates,
-                    "charts/SPS": (step - first_step) / (time.time() - first_time),
+                    "charts/SPS": step / (time.time() - run.start),
                     "losses/skipped_steps": agent.skipped_steps,
                     "buffer/online_size": len(online_rb),
                     "buffer/demo_size": len(demo_rb),
                     "time/rollout": spent[0],
                     "time/update": spent[1],
                 }
-                if episodes:
-                    columns = zip(RESULTS, np.mean(episodes, 0).tolist(), strict=True)
-                    row |= {f"charts/{name}": mean for name, mean in columns}
-                window, helped, spent = [], totals[0], [0, 0]
+                for name, values in zip(RESULTS, zip(*episodes, strict=True), strict=False):
+                    row[f"charts/{name}"] = float(np.mean(values))
+                window, helped, spent = [], totals[0], [0.0, 0.0]
 
             # 4 evaluate: one set of episodes chooses the policy, another judges it at the end
             if args.eval_episodes and (last or (args.eval_every and step % args.eval_every == 0)):
-                row |= evaluate(agent, judge, 10_000, args.eval_episodes)
+                row |= evaluate_robot(agent, judge, 10_000, args.eval_episodes)
                 score = [row.get(f"eval/{name}", -math.inf) for name in RESULTS]
                 score[2] *= -1  # as good, and faster
                 if score >= best_score:
@@ -1297,7 +1294,7 @@ def main(args: Args) -> dict[str, float]:
     if best is not None:
         agent.load_state_dict(best)
     if args.report_episodes:
-        run.log({"global_step": step} | evaluate(agent, judge, 20_000, args.report_episodes))
+        run.log({"global_step": step} | evaluate_robot(agent, judge, 20_000, args.report_episodes))
         metrics |= run.rows[-1]
     save_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
     run.close("environment steps", PANELS)

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, CURVES = (ROOT / "benchmark" / name for name in ("sac_results.csv", "sac_curves.csv"))
 ARMS = {  # name -> flags of sac_hybrid.py
     "demos + interventions": "",
-    "HG-DAgger": "--algorithm bc",
+    "HG-DAgger": "--algorithm bc --max-steps 4000",  # the human is gone after 3000: no new data
     "demos only": "--intervention-steps 0",
-    "cloning": "--algorithm bc --intervention-steps 0",
+    "cloning": "--algorithm bc --intervention-steps 0 --max-steps 2000",
     "human": None,
     "single-arm-fixed-gripper": "--setup-mode single-arm-fixed-gripper --human expert",
     "dual-arm-fixed-gripper": "--setup-mode dual-arm-fixed-gripper --human expert",

@@ -268,6 +268,7 @@ def test_every_camera_and_vector_matters_and_cloning_clones():
     obs |= {key: rng.normal(size=2).astype(np.float32) for key in ("pose", "force")}
     for key in obs:
         assert (agent.act(obs | {key: obs[key][::-1].copy()}) != agent.act(obs)).any(), key
+    assert (agent.act(dict(reversed(obs.items()))) == agent.act(obs)).all()  # by name, not by order
     agent, batch = make_agent(), make_batch()
     losses = [agent.clone(batch)["actor_loss"].item() for _ in range(60)]
     assert losses[-1] < 0.5 * losses[0]

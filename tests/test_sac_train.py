@@ -18,7 +18,7 @@ import tyro
 from conftest import ROOT
 
 import sac_hybrid
-from sac_hybrid import MODES, Args, BarWorld, Link, Robot, SACHybridAgent, evaluate, main
+from sac_hybrid import MODES, Args, BarWorld, Link, Robot, SACHybridAgent, evaluate_robot, main
 
 TINY = dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
 TINY |= dict(hidden_size=16, log_interval=15, intervention_steps=100, device="cpu", eval_every=30)
@@ -109,7 +109,7 @@ class ScriptedHuman:
         if self.t in (3, 4, 7) and (self.allow_intervention or not self.polite):
             info["intervene_action"] = np.full(self.dim, -0.75)
             if self.t == 4:  # straight from a network
-                info["intervene_action"] = torch.full((self.dim,), -2.0)
+                info["intervene_action"] = torch.full((self.dim,), -2.0, requires_grad=True)
         self.t += 1
         self.seen.append(action)
         return self.observe(), 0.0, False, self.t == 10, info
@@ -182,7 +182,7 @@ def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name), human=False)
         agent = SACHybridAgent(*robot.dims, "cpu", robot.args, *robot.sizes)
-        scores = evaluate(agent, robot, 0, 3)
+        scores = evaluate_robot(agent, robot, 0, 3)
         assert bool(scores) == counted  # nothing left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -254,7 +254,7 @@ def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypa
         success, length = next(scores)
         return {"eval/success_rate": success, "eval/episodic_return": success, "eval/episodic_length": length}
 
-    monkeypatch.setattr(sac_hybrid, "evaluate", judge)
+    monkeypatch.setattr(sac_hybrid, "evaluate_robot", judge)
     metrics = main(Args(**TINY | dict(eval_every=15), run_dir=str(tmp_path / "run")))
     assert asked == [(0, 10_000), (20, 10_000), (50, 10_000), (80, 10_000), (50, 20_000)]
     assert metrics["eval/success_rate"] == 0.1
