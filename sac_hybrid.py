@@ -1300,8 +1300,8 @@ def main(args: Args) -> dict[str, float]:
     run.close("environment steps", PANELS)
     if world > 1:
         dist.destroy_process_group()
-    success, steps = metrics.get("eval/success_rate"), metrics.get("eval/steps_to_success")
-    print(f"without human: success {success}, in {steps} steps; {save_dir}/final_model.pth")
+    shown = [f"{k[5:]} {metrics[k]:.3g}" for k in WATCHED[-2:] if metrics.get(k) is not None]
+    print(f"without human: {' '.join(shown) or 'cannot judge'}; {save_dir}/final_model.pth")
     return metrics
 
 

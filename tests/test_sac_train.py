@@ -186,6 +186,7 @@ def test_evaluation_is_without_human(tmp_path, capsys):
         assert bool(scores) == counted  # nothing left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
+    assert "without human: cannot judge" in capsys.readouterr().out
     assert "eval/success_rate" not in metrics and (tmp_path / "run" / "final_model.pth").exists()
 
 
@@ -418,7 +419,7 @@ def test_the_command_line(capsys, run_script):
     shown = capsys.readouterr().out
     for name in ("critic_loss", "grasp_critic_loss", "actor_loss", "alpha_loss", "alpha"):  # the manual: they are shown
         assert f" {name} " in shown or f"] {name} " in shown
-    assert "without human: success" in shown
+    assert "without human: success_rate" in shown
     manual = "--demo_paths /path/to/demo1.pkl /path/to/demo2.pkl --image_keys image"
     manual += " --setup_mode single-arm-fixed-gripper --max_steps 100000 --batch_size 256 --lr 3e-4"
     manual += " --save_dir ./my_training_results"
