@@ -25,10 +25,8 @@ Shapes: N rows, A action dims, C of them continuous, E critics, F features; imag
 
 import copy
 import ctypes
-import functools
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -457,7 +455,7 @@ class ImageEncoder(nn.Module):
             self.dim = 2 * keypoints + 64
         else:  # the small encoder of SERL (arXiv:2401.16013): spatial weights instead of pooling
             widths = (channels, 32, 64, 96, 128)
-            convs = [nn.Conv2d(*pair, 3, 2, 1) for pair in itertools.pairwise(widths)]
+            convs = [nn.Conv2d(*pair, 3, 2, 1) for pair in zip(widths, widths[1:], strict=False)]
             layers = [layer for conv in convs for layer in (conv, nn.ReLU(inplace=True))]
             self.conv, size = nn.Sequential(*layers), math.ceil(height / 16) * math.ceil(width / 16)
             self.spatial = nn.Parameter(torch.randn(128, size, 4) * size**-0.5)
@@ -1153,8 +1151,8 @@ def main(args: Args) -> dict[str, float]:
         files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
     judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
     judge = Robot(args, human=not judged)
-    known = itertools.chain(*files.values())
-    known = {name.partition("/")[2] or "state" for name in known if name.startswith("observations")}
+    names = [name for columns in files.values() for name in columns if name.startswith("observations")]
+    known = {name.partition("/")[2] or "state" for name in names}
     if known and (unknown := set(judge.record["obs"].names) - known):
         print(f"the demos do not have {unknown}: the policy does not see it, either")
         judge = Robot(args, human=not judged, keys=known)
@@ -1206,7 +1204,7 @@ def main(args: Args) -> dict[str, float]:
         save_checkpoint(run.dir / "latest.pth", state)
 
     link.publish(agent)
-    for act in [wire.serve for wire in wires] or [functools.partial(robot.run, actor)]:
+    for act in [wire.serve for wire in wires] or [lambda link: robot.run(actor, link)]:
         link.start(act, link)
     turns = iter([*range(step, args.max_steps), *[None] * (args.max_lead + world)])
     for _ in range(max(args.max_lead + 1, world - 1)):
