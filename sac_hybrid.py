@@ -9,7 +9,8 @@ HIL-SERL (arXiv:2410.21845v3): one thread acts, one learns, half of every batch 
     act -> a human may take over -> store, the human's steps also as demos -> update -> publish
 
 The arm moves continuously (tanh-normal SAC); the gripper closes, stays or opens, by double DQN on
-the same encoder. The built-in environment needs no download: arms over a table, cameras above.
+the same encoder. The built-in environment needs no download: arms over a table, cameras above. Its
+human is slow, trembles and errs: imitation ends below him, reinforcement passes him.
 Adds to the SAC core, which is word for word that of wsrl_warmup.py (markers in the code):
     hybrid: images  - encoder, trained by the critics only; random shifts
     hybrid: grasp   - double DQN over gripper commands
@@ -17,10 +18,11 @@ Adds to the SAC core, which is word for word that of wsrl_warmup.py (markers in 
 Simplified on purpose: no pre-trained image backbone, no reward classifier, one arm per actor.
 Shapes: N rows, A action dims, C of them continuous, E critics, F features; images (N,H,W,3) uint8.
 
-    python sac_hybrid.py                                        # pick up the bar, CPU, minutes
-    python sac_hybrid.py --setup-mode dual-arm-learned-gripper  # two arms, 12 + 2 action dims
+    python sac_hybrid.py                       # pick up the bar, CPU, a few minutes
+    python sac_hybrid.py --algorithm bc        # the same human, imitation only: HG-DAgger
+    python sac_hybrid.py --human expert --setup-mode dual-arm-learned-gripper  # 12 + 2 action dims
     python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image
-    torchrun --nproc-per-node 3 sac_hybrid.py                   # rank 0 learns, ranks 1 and 2 act
+    torchrun --nproc-per-node 3 sac_hybrid.py  # rank 0 learns, ranks 1 and 2 act
 """
 
 import copy
