@@ -1112,7 +1112,9 @@ def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
     columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
+    # a resumed run has read the older ones to the CPU
+    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
+    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
 
 
 def keep_memory():
