@@ -107,10 +107,10 @@ class Args:
     env_id: str = BUILT_IN  # this one, a Gymnasium id, or file.py:Class(image_keys, action_dim)
     setup_mode: Literal[tuple(MODES)] = "single-arm-learned-gripper"  # action layout
     image_keys: tuple[str, ...] = ()  # camera images to use (none named: every one)
-    demo_paths: tuple[str, ...] = ()  # .pkl or .npz demonstrations (none: num_demos)
+    demo_paths: tuple[str, ...] = ()  # .pkl or .npz demonstrations
     failure_paths: tuple[str, ...] = ()  # the same of failures: experience, not demonstrations
     human: Literal["clumsy", "expert"] = "clumsy"  # who demonstrates and takes over, if built in
-    num_demos: int | None = None  # episodes by that human (built-in 10, expert 50 or 200)
+    num_demos: int | None = None  # episodes by that human (built-in 10, expert 50 or 200; 0 with demo_paths)
     intervention_steps: int | None = None  # he takes over an episode with chance 1 - step/this
     timeout_terminal: bool = False  # a time limit ends the value of a state, too
 
@@ -149,8 +149,11 @@ class Args:
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
         built_in = self.env_id == BUILT_IN
-        if not built_in and (self.num_demos or self.intervention_steps or self.create_data or self.test):
+        own = (self.num_demos, self.intervention_steps, self.create_data, self.test, self.human == "expert")
+        if not built_in and any(own):
             raise ValueError("only the built-in environment has a human and test data")
+        if self.demo_paths and self.num_demos is None:
+            self.num_demos = 0
         own = MODES[self.setup_mode][1] if built_in and self.human == "expert" else {}
         for name, pair in DEFAULTS.items():
             if getattr(self, name) is None:
@@ -1132,7 +1135,7 @@ def create_data(args: Args) -> dict:
     for path, number in zip(paths, (args.num_demos or 10, 5), strict=True):
         Path(path).write_bytes(pickle.dumps(make_demos(args, number, success=path == paths[0])))
         print(f"{path}: {number} episodes, {args.setup_mode}")
-    return dict(demo_paths=paths[:1], failure_paths=paths[1:], test=None)
+    return dict(demo_paths=paths[:1], failure_paths=paths[1:], num_demos=0, test=None)
 
 
 def main(args: Args) -> dict[str, float]:
@@ -1151,7 +1154,7 @@ def main(args: Args) -> dict[str, float]:
     stop = catch_signals()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     files = {path: load_columns(path) for path in (*args.demo_paths, *args.failure_paths)}
-    if args.num_demos and not args.demo_paths:
+    if args.num_demos:
         files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
     judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
     judge = Robot(args, human=not judged)

@@ -432,6 +432,7 @@ def test_the_command_line(capsys, run_script):
 @pytest.mark.parametrize("options", [
     dict(lr=0.0), dict(max_steps=0), dict(tau=1.5), dict(seed=-1), dict(gamma=float("nan")), dict(num_critics=1),
     dict(resume=True), dict(algorithm="bc", num_demos=0), dict(env_id="Pendulum-v1", num_demos=3),
+    dict(env_id="Pendulum-v1", human="expert"),
 ])  # fmt: skip
 def test_values_that_make_no_sense(options):
     with pytest.raises(ValueError):
