@@ -1032,13 +1032,13 @@ class Run:
             from matplotlib.figure import Figure
 
             (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-            axes = figure.subplots(1, len(panels))
-            for axis, (title, keys) in zip(axes, panels.items(), strict=True):
+            height = math.ceil(len(panels) / 4)
+            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+            for i, (title, keys) in enumerate(panels.items(), 1):
+                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
                 for key in keys:
                     points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
                     axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.set(title=title, xlabel=xlabel)
                 axis.legend()
             figure.savefig(self.dir / "curves.png")
         if self.wandb:
@@ -1069,7 +1069,9 @@ def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
     columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
+    # a resumed run has read the older ones to the CPU
+    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
+    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
 
 
 def keep_memory():
