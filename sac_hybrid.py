@@ -1,24 +1,32 @@
-"""sac_hybrid.py - SAC with a discrete gripper, demonstrations and human interventions (HIL-SERL, arXiv:2410.21845v3).
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "numpy==2.4.6", "gymnasium==1.4.0", "tyro==1.0.16",
+#     "tqdm==4.70.1", "matplotlib==3.11.2", "wandb==0.31.0"]
+# ///
+"""sac_hybrid.py - SAC with a discrete gripper, demonstrations and human interventions.
 
-One thread acts, one learns; half of every batch are demonstrations (RLPD, arXiv:2302.02948):
-    act -> human may take over -> store (human's steps also as demos) -> critic-only updates, then one full -> publish
+HIL-SERL (arXiv:2410.21845v3): one thread acts, one learns, half of every batch are demonstrations.
+    act -> a human may take over -> store, the human's steps also as demos -> update -> publish
 
-The arm moves continuously (tanh-normal SAC); the gripper closes, stays or opens, by double DQN on the same encoder.
-The built-in environment needs no download: arms over a table, cameras above, a bar to pick up or a slot to hit.
-Simplified on purpose: no pre-trained image backbone, no reward classifier, one environment per actor.
-Differs from HIL-SERL: a behaviour-cloning term on demo rows (--bc-weight, 0: off); --algorithm bc is that term alone.
+The arm moves continuously (tanh-normal SAC); the gripper closes, stays or opens, by double DQN on
+the same encoder. The built-in environment needs no download: arms over a table, cameras above. Its
+human is slow, trembles and errs: imitation ends below him, reinforcement passes him.
+Adds to the SAC core, which is word for word that of wsrl_warmup.py (markers in the code):
+    hybrid: images  - encoder, trained by the critics only; random shifts
+    hybrid: grasp   - double DQN over gripper commands
+    hybrid: bc      - behaviour cloning on demo rows (--bc-weight; HIL-SERL does not have it)
+Simplified on purpose: no pre-trained image backbone, no reward classifier, one arm per actor.
 Shapes: N rows, A action dims, C of them continuous, E critics, F features; images (N,H,W,3) uint8.
 
-    python sac_hybrid.py                                            # pick up the bar, CPU, a few minutes
-    python sac_hybrid.py --setup-mode dual-arm-learned-gripper      # two arms, 12 + 2 action dims
-    python sac_hybrid.py --demo-paths demo1.pkl demo2.pkl --image-keys image --setup-mode single-arm-fixed-gripper
-    torchrun --nproc-per-node 3 sac_hybrid.py                       # rank 0 learns, ranks 1 and 2 act
+    python sac_hybrid.py                       # pick up the bar, CPU, a few minutes
+    python sac_hybrid.py --algorithm bc        # the same human, imitation only: HG-DAgger
+    python sac_hybrid.py --human expert --setup-mode dual-arm-learned-gripper  # 12 + 2 action dims
+    python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image
+    torchrun --nproc-per-node 3 sac_hybrid.py  # rank 0 learns, ranks 1 and 2 act
 """
 
-import contextlib
 import copy
 import ctypes
-import importlib.util
 import inspect
 import io
 import json
@@ -26,16 +34,18 @@ import math
 import os
 import pickle
 import pickletools
+import queue
+import re
+import runpy
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+import zipfile
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import gymnasium as gym
 import numpy as np
@@ -46,734 +56,414 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-SetupMode = Literal[
-    "single-arm-fixed-gripper", "single-arm-learned-gripper", "dual-arm-fixed-gripper", "dual-arm-learned-gripper"
-]
 BUILT_IN = "BarWorld-v0"
-DEFAULTS = {  # what an option left at None becomes: (built-in environment, any other)
-    "max_steps": (3_000, 100_000),
-    "num_demos": (50, 0),
-    "intervention_steps": (2_000, 0),
-    "training_starts": (100, 1_000),
-    "random_steps": (0, 1_000),
-    "batch_size": (64, 256),
-    "lr": (1e-3, 3e-4),
-    "utd": (2.0, 1.0),
-    "gamma": (0.9, 0.97),
-    "tau": (0.01, 0.005),
-    "init_alpha": (5e-4, 0.01),
-    "bc_weight": (0.5, 0.0),
-    "hidden_size": (128, 256),
-    "encoder": ("softmax", "conv"),
-    "shared_encoder": (True, False),
-    "augment_pad": (0, 4),
-    "buffer_size": (20_000, 200_000),
-    "eval_every": (500, 5_000),
-    "eval_episodes": (50, 10),
-    "report_episodes": (100, 50),
+DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, any other)
+    max_steps=(7_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
+    batch_size=(64, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
+    init_alpha=(5e-4, 0.01), bc_weight=(0.05, 0.0), hidden_size=(128, 256), augment_pad=(0, 4),
+    encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
+    eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
+)  # fmt: skip
+WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000)
+TWO_ARMS = WITH_EXPERT | dict(max_steps=4_000, num_demos=200, intervention_steps=3_000)
+MODES = {  # action dims of the built-in environment, and what is best there with --human expert
+    "single-arm-fixed-gripper": (6, WITH_EXPERT | dict(max_steps=2_000)),
+    "single-arm-learned-gripper": (7, WITH_EXPERT),
+    "dual-arm-fixed-gripper": (12, TWO_ARMS),
+    "dual-arm-learned-gripper": (14, TWO_ARMS),
 }
-BUILT_IN_MODES = {  # where a mode of the built-in environment needs something else
-    "single-arm-fixed-gripper": {"max_steps": 2_000},
-    "dual-arm-fixed-gripper": {"max_steps": 4_000, "num_demos": 200, "intervention_steps": 3_000},
-    "dual-arm-learned-gripper": {"max_steps": 4_000, "num_demos": 200, "intervention_steps": 3_000},
+WATCHED = [f"losses/{k}" for k in "critic_loss grasp_critic_loss actor_loss alpha_loss alpha".split()]
+WATCHED += ["charts/intervention_rate", "eval/success_rate", "eval/steps_to_success"]
+PANELS = {  # of curves.png
+    "success": ["eval/success_rate", "charts/success_rate"],
+    "steps to success": ["eval/steps_to_success"],
+    "share of steps by the human": ["charts/intervention_rate"],
+    "values": ["losses/q_values", "losses/critic_loss"],
 }
 
 
 # --- args ---
 @dataclass
 class Args:
-    # experiment
-    exp_name: str = Path(__file__).stem
-    """first part of the run folder's name"""
-    seed: int = 1
-    """decides initial weights, data, sampling and shuffling; evaluation does not depend on it"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """auto takes cuda, then mps, then cpu"""
-    num_threads: int = 1
-    """torch CPU threads; tiny models are fastest with 1 (0: torch decides)"""
-    run_dir: str | None = None
-    """folder of this run (None: runs/{exp_name}__{seed}__{time})"""
-    save_dir: str | None = None
-    """folder of checkpoint_{step}.pth and final_model.pth (None: checkpoints/ in the run folder)"""
-    resume: str | None = None
-    """auto: go on from the newest checkpoint of run_dir, or of exp_name and seed; PATH: that one (None: start fresh)"""
-    save_every: int = 10_000
-    """steps between checkpoints (iterations in the language-model scripts); 0: only at the end"""
-    save_buffers: bool = True
-    """keep the newest checkpoint's replay buffers beside it; without them a resumed run collects anew"""
-    create_data: bool = False
-    """only write test_data/success_demo.pkl and test_data/failure_demo.pkl for --setup-mode, then end"""
-    test: Literal["quick", "full"] | None = None
-    """quick: a check-up in half a minute, in a temporary folder; full: make test_data, then train on it"""
+    # run
+    seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
+    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
+    num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
+    run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
+    save_dir: str | None = None  # of checkpoint_{step}.pth and final_model.pth (None: run_dir)
+    resume: bool = False  # go on with run_dir, or start it if there is nothing yet
+    save_every: int = 10_000  # environment steps between checkpoints; the last is saved anyway
+    save_buffers: bool = True  # in what --resume needs; without them a resumed run collects anew
+    eval_every: int | None = None  # steps between evaluations of the policy (500 or 5000)
+    eval_episodes: int | None = None  # of each; the best policy is kept (50 or 10; 0: the last one)
+    report_episodes: int | None = None  # others, that judge final_model.pth (100 or 50; 0: not)
+    log_interval: int = 100  # steps between lines of metrics.jsonl
+    track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
+    wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
+    create_data: bool = False  # write test_data/{success,failure}_demo.pkl, then end
+    test: Literal["quick", "full"] | None = None  # a check-up; train on test_data
 
     # task
-    env_id: str = BUILT_IN
-    """the built-in one, any Gymnasium id (package:Id imports the package), or file.py:Class(image_keys, action_dim)"""
-    setup_mode: SetupMode = "single-arm-learned-gripper"
-    """number of arms, and whether their grippers are part of the action"""
-    image_keys: tuple[str, ...] = ()
-    """camera images of the observation to use (none named: every one)"""
-    use_state: bool = True
-    """use the observation's vectors, joined into one `state`"""
-    render_size: int = 0
-    """side in pixels of a rendered view added as `image`, for environments without a camera (0: none)"""
-    demo_paths: tuple[str, ...] = ()
-    """.pkl or .npz demonstrations (none: --num-demos by the built-in expert)"""
-    num_demos: int | None = None
-    """demonstrations by the scripted expert of the built-in environment (None: 50, two arms 200)"""
-    intervention_steps: int | None = None
-    """the built-in human takes over an episode with probability 1 - steps/this; 0: never (None: 2000 or 3000)"""
-    timeout_terminal: bool = False
-    """a time limit ends the value of a state like success does, instead of bootstrapping from the last observation"""
+    env_id: str = BUILT_IN  # this one, a Gymnasium id, or file.py:Class(image_keys, action_dim)
+    setup_mode: Literal[tuple(MODES)] = "single-arm-learned-gripper"  # action layout
+    image_keys: tuple[str, ...] = ()  # camera images to use (none named: every one)
+    demo_paths: tuple[str, ...] = ()  # .pkl or .npz demonstrations
+    failure_paths: tuple[str, ...] = ()  # the same of failures: experience, not demonstrations
+    human: Literal["clumsy", "expert"] = "clumsy"  # who demonstrates and takes over, if built in
+    num_demos: int | None = None  # episodes by that human (built-in 10, expert 50 or 200; 0 with demo_paths)
+    intervention_steps: int | None = None  # he takes over an episode with chance 1 - step/this
+    timeout_terminal: bool = False  # a time limit ends the value of a state, too
 
     # model
-    encoder: Literal["softmax", "conv"] | None = None
-    """softmax: keypoints, for small images; conv: four layers, for 64-128 pixels (None: softmax built-in, else conv)"""
-    hidden_size: int | None = None
-    """width of actor and critics (None: 128 built-in, else 256)"""
-    layer_norm: bool = True
-    """LayerNorm in actor and critics"""
-    shared_encoder: bool | None = None
-    """one image encoder for all cameras, where they see alike (None: yes built-in, else one each)"""
+    encoder: Literal["softmax", "conv"] | None = None  # keypoints; 64-128 px
+    hidden_size: int | None = None  # width of actor and critics (built-in 128, else 256)
+    layer_norm: bool = True  # LayerNorm in actor and critics
 
     # rollout
-    max_steps: int | None = None
-    """environment steps of the run (None: 2000 to 4000 built-in, by mode; else 100000)"""
-    training_starts: int | None = None
-    """environment steps before the first update (None: 100 built-in, else 1000)"""
-    random_steps: int | None = None
-    """environment steps with uniformly random actions (None: 0 built-in, else 1000)"""
-    utd: float | None = None
-    """updates per environment step: the faster thread waits for the other (None: 2 built-in, else 1)"""
-    max_lead: int = 0
-    """environment steps that acting may be ahead of learning; 0: they take turns, and the run is reproducible"""
-    publish_every: int = 2
-    """updates between copies of the policy for the actor"""
+    max_steps: int | None = None  # environment steps (built-in 7000, expert fewer, else 100000)
+    training_starts: int | None = None  # steps before the first update (built-in 100, else 1000)
+    random_steps: int | None = None  # steps with uniformly random actions (built-in 0, else 1000)
+    utd: float | None = None  # updates per step; the faster thread waits (built-in 2, else 1)
+    max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
 
     # optimization
-    batch_size: int | None = None
-    """rows of an update (None: 64 built-in, else 256)"""
-    lr: float | None = None
-    """Adam, for actor, critics and temperature (None: 1e-3 built-in, else 3e-4)"""
-    augment_pad: int | None = None
-    """random shift of the images by up to this many pixels (None: 0 built-in, else 4)"""
-    max_skipped_steps: int = 10
-    """end the run after this many optimizer steps in a row with a non-finite gradient"""
+    batch_size: int | None = None  # rows of an update (built-in 64, else 256)
+    lr: float | None = None  # Adam, for actor, critics and temperature (built-in 1e-3, else 3e-4)
+    augment_pad: int | None = None  # random shift of images, in pixels (built-in 0, else 4)
 
     # SAC
-    algorithm: Literal["sac", "bc"] = "sac"
-    """bc: no reinforcement learning, regress the demonstrations and nothing else (a baseline)"""
-    gamma: float | None = None
-    """discount per step (None: 0.9 built-in, else 0.97)"""
-    tau: float | None = None
-    """share of the new weights in the target networks per update (None: 0.01 built-in, else 0.005)"""
-    cta_ratio: int = 2
-    """critic updates per actor update; each on a fresh batch"""
-    num_critics: int = 2
-    """ensemble size"""
-    num_sampled_critics: int = 2
-    """critics drawn for the minimum in the target"""
-    init_alpha: float | None = None
-    """temperature at the start (None: 5e-4 built-in, else 0.01)"""
-    target_entropy: float | None = None
-    """the temperature steers towards it (None: minus half the action dims)"""
-    backup_entropy: bool = False
-    """entropy bonus in the critic's target"""
-    grasp_penalty: float = -0.02
-    """added to the gripper's reward where it really opens or closes"""
-    bc_weight: float | None = None
-    """weight of |tanh(mean) - action|^2 on demo rows in the actor's loss (None: 0.5 built-in, else 0)"""
+    algorithm: Literal["sac", "bc"] = "sac"  # bc: regress the demos, nothing else (baseline)
+    gamma: float | None = None  # discount per step (built-in 0.9, else 0.97)
+    tau: float | None = None  # share of the new weights in the targets (built-in 0.01, else 0.005)
+    cta_ratio: int = 2  # critic updates per actor update, each on a fresh batch
+    num_critics: int = 2  # ensemble size
+    num_sampled_critics: int = 2  # critics drawn for the minimum in the target
+    init_alpha: float | None = None  # temperature at the start (built-in 5e-4, else 0.01)
+    backup_entropy: bool = False  # entropy bonus in the critic's target
+    grasp_penalty: float = -0.02  # added to the gripper's reward where it really opens or closes
+    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demo rows (0.05, expert 0.5, else 0)
 
     # replay
-    demo_ratio: float = 0.5
-    """share of demo rows in a batch, once both buffers hold something"""
-    buffer_size: int | None = None
-    """frames in the online buffer, one per transition and one more per episode (None: 20000 built-in, else 200000)"""
-    demo_buffer_size: int = 20_000
-    """frames in the demo buffer"""
+    demo_ratio: float = 0.5  # share of demo rows in a batch, once both buffers hold something
+    buffer_size: int | None = None  # frames of each, one per transition and episode (20000, 200000)
 
-    # logging
-    eval_every: int | None = None
-    """steps between frozen-policy evaluations (0: the first and the last policy only; None: 500 built-in, else 5000)"""
-    eval_episodes: int | None = None
-    """episodes of each; the best policy becomes final_model.pth (0: none, the last one; None: 50 built-in, else 10)"""
-    report_episodes: int | None = None
-    """other episodes, on which final_model.pth is judged at the end (0: not; None: 100 built-in, else 50)"""
-    log_interval: int = 100
-    """environment steps between lines of metrics.jsonl"""
-    track: bool = False
-    """also log to wandb (WANDB_MODE=offline works without an account)"""
-    wandb_project_name: str = "stale-experience"
-    """wandb project"""
-    wandb_entity: str | None = None
-    """wandb team (None: your default one)"""
-
-    # derived
-    built_in: bool = field(init=False)
-    """the environment is the one in this file"""
-
-    def __post_init__(self):
-        self.built_in = self.env_id == BUILT_IN
-        if self.test == "quick":
-            self.max_steps, self.training_starts = self.max_steps or 60, self.training_starts or 20
-            self.eval_episodes, self.report_episodes = self.eval_episodes or 2, self.report_episodes or 2
-        for name, (built_in, other) in DEFAULTS.items():
+    def __post_init__(self):  # tyro shows a ValueError from here in its error box
+        built_in = self.env_id == BUILT_IN
+        own = (self.num_demos, self.intervention_steps, self.create_data, self.test, self.human == "expert")
+        if not built_in and any(own):
+            raise ValueError("only the built-in environment has a human and test data")
+        if self.demo_paths and self.num_demos is None:
+            self.num_demos = 0
+        own = MODES[self.setup_mode][1] if built_in and self.human == "expert" else {}
+        for name, pair in DEFAULTS.items():
             if getattr(self, name) is None:
-                built_in = BUILT_IN_MODES.get(self.setup_mode, {}).get(name, built_in)
-                setattr(self, name, built_in if self.built_in else other)
-        positive = "max_steps batch_size lr utd publish_every cta_ratio num_critics num_sampled_critics init_alpha"
-        positive += " hidden_size max_skipped_steps log_interval"
-        not_negative = "seed num_threads save_every render_size num_demos intervention_steps training_starts"
-        not_negative += " random_steps max_lead augment_pad bc_weight eval_every eval_episodes report_episodes"
-        for name in positive.split():
-            check(0 < getattr(self, name) < math.inf, self, name, "a positive number")
-        for name in not_negative.split():
-            check(0 <= getattr(self, name) < math.inf, self, name, "0 or a positive number")
-        check(self.seed < 2**32, self, "seed", "less than 2**32")
-        for name in ("gamma", "tau", "demo_ratio"):
-            check(0 <= getattr(self, name) <= 1, self, name, "between 0 and 1")
-        for name in ("buffer_size", "demo_buffer_size"):
-            check(getattr(self, name) >= 2, self, name, "2 or more frames")
-        check(-math.inf < self.grasp_penalty <= 0, self, "grasp_penalty", "0 or a negative number")
-        check(self.target_entropy is None or math.isfinite(self.target_entropy), self, "target_entropy", "a number")
-        critics = f"at most --num-critics {self.num_critics}"
-        check(self.num_sampled_critics <= self.num_critics, self, "num_sampled_critics", critics)
-        only = f"left out with --env-id {self.env_id}: only the built-in environment has an expert"
-        for name in ("num_demos", "intervention_steps", "create_data", "test"):
-            check(self.built_in or not getattr(self, name), self, name, only)
-        check(not (self.create_data and self.test), self, "create_data", "left out with --test")
-        check(self.algorithm == "sac" or self.num_demos or self.demo_paths, self, "algorithm", "sac without demos")
-        check(not (self.built_in and self.render_size), self, "render_size", "0 in the built-in environment")
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    """How every bad input ends: one line, no traceback."""
-    print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def check(condition: bool, args, name: str, allowed: str):
-    if not condition:
-        fail(f"--{name.replace('_', '-')} {getattr(args, name)} is not allowed: it must be {allowed}")
-
-
-def parse_args(args_class):
-    """Command line -> Args, with tyro's error box folded into one line."""
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(args_class, description=__doc__)
-    except SystemExit:
-        lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()]
-        lines = [line for line in lines if line.strip("-")]  # on a poor terminal the box is drawn in ASCII
-        if len(lines) > 1:
-            end = next(i for i, line in enumerate(lines) if "helptext" in line)
-            fail(" ".join(lines[1:end]) + " (--help lists what is allowed)")
-        print(box.getvalue(), end="", file=sys.stderr)
-        raise
+                setattr(self, name, own.get(name, pair[not built_in]))
+        positive = "max_steps batch_size lr utd cta_ratio num_critics num_sampled_critics init_alpha"
+        positive += " hidden_size buffer_size log_interval save_every"
+        for name, value in vars(self).items():
+            least = 1e-9 if name in positive.split() else -1e9 if name == "grasp_penalty" else 0
+            if type(value) in (int, float) and not least <= value < math.inf:
+                raise ValueError(f"--{name} {value} is not allowed: must be finite, at least {least:g}")
+        if max(self.gamma, self.tau, self.demo_ratio, self.num_sampled_critics / self.num_critics) > 1:
+            raise ValueError("gamma, tau, demo-ratio, sampled critics per critic must be at most 1")
+        if self.algorithm == "bc" and not (self.num_demos or self.demo_paths):
+            raise ValueError("--algorithm bc needs demonstrations")
+        if self.resume and not self.run_dir:
+            raise ValueError("--resume needs --run-dir")
 
 
 # --- task ---
 class ActionLayout:
-    """Which dims of an action are continuous and which are gripper commands: -1 close, 0 stay, +1 open."""
-
-    SIZES = dict(zip(SetupMode.__args__, (6, 7, 12, 14), strict=True))
+    """Which dims of an action are continuous, which are grippers: -1 close, 0 stay, +1 open."""
 
     def __init__(self, action_dim: int, num_grippers: int):
         self.action_dim, self.num_grippers = action_dim, num_grippers
         # one arm: the last dim; two arms: the last dim of each half
         self.gripper = [[], [action_dim - 1], [action_dim // 2 - 1, action_dim - 1]][num_grippers]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
-        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers are one joint choice of nine
-
-    @classmethod
-    def of_mode(cls, setup_mode: str, action_dim: int | None = None):
-        action_dim = cls.SIZES[setup_mode] if action_dim is None else action_dim
-        arms = 2 if setup_mode.startswith("dual") else 1
-        num_grippers = arms if setup_mode.endswith("learned-gripper") else 0
-        if action_dim < arms + num_grippers or action_dim % arms:
-            fail(f"--setup-mode {setup_mode} does not fit an environment with {action_dim} action dims")
-        return cls(action_dim, num_grippers)
+        self.grasp_dim = (0, 3, 9)[num_grippers]  # two grippers are one joint choice of nine
 
     def grasp_index(self, commands):
-        """Rounds, because truncating would turn a human's 0.95 into "stay". left * 3 + right.  (N,G) -> (N,)"""
+        """Rounded, or a human's 0.95 would be "stay"; left * 3 + right.  (N,G) -> (N,)"""
         digits = torch.as_tensor(commands).round().clamp(-1, 1).long() + 1
         return digits[..., 0] if self.num_grippers == 1 else digits[..., 0] * 3 + digits[..., 1]
 
     def grasp_commands(self, index: int) -> list[int]:
         return [index - 1] if self.num_grippers == 1 else [index // 3 - 1, index % 3 - 1]
 
-    def split(self, actions):
-        """(N,A) -> continuous (N,C), grasp index (N,) or None"""
-        if not self.num_grippers:
-            return actions, None
-        return actions[..., self.continuous], self.grasp_index(actions[..., self.gripper])
 
-
-def gripper_toggles(commands, closed):
-    """How many grippers really change, and which are closed afterwards: to close twice is to close once."""
-    commands = np.round(commands)
-    now_closed = np.where(commands < 0, True, np.where(commands > 0, False, closed))
-    return int((now_closed != closed).sum()), now_closed
+def hold_grippers(commands, held):
+    """"Stay" holds the last command. -> what is in force now, how many really opened or closed"""
+    now = np.where(np.round(commands) == 0, held, commands)
+    return now, int(((now < 0) != (held < 0)).sum())
 
 
 class BarWorld(gym.Env):
-    """Arms over a table, one camera from above each. Learned grippers: hold every bar, and lift all of them above 0.5.
-    Fixed grippers: have every tool in its slot at the same time. Reward 1 and the end on success, else 0.
+    """Learned grippers: hold every bar, lift all above 0.5. Fixed ones: have every tool in its slot at
+    the same time. Reward 1 and the end on success, else 0. A human may take over, as the manual has it.
 
-    Pose of an arm: x, y, z, roll, pitch, yaw, all in [-1,1] but z in [0,1]; a step moves each by up to 0.3. Where the
-    bar or slot lies is in the picture only: red at one end, blue at the other; the arm is the green spot.
+    Pose of an arm: x, y, z, roll, pitch, yaw in [-1,1], z in [0,1]; a step moves each by up to 0.3.
+    Where bar or slot lie is in the picture only: red at one end, blue at the other, the arm green.
     """
 
     STEP, TIME_LIMIT, SIZE = 0.3, 20, 32
     LOW, HIGH = np.array([-1, -1, 0, -1, -1, -1.0]), np.ones(6)
     GRASP = np.array([0.2, 0.2, 0.2, 0.25, 0.25, 0.25])  # how exact the pose must be to hold a bar
     INSERT = np.array([0.15, 0.15, 0.12, 0.15, 0.15, 0.15])  # ... or to be in the slot
+    allow_intervention, intervention_probability = True, 0.0
 
-    def __init__(self, setup_mode: str = "single-arm-learned-gripper"):
+    def __init__(self, setup_mode: str = "single-arm-learned-gripper", human: str = "clumsy"):
+        self.clumsy = human == "clumsy"
         self.num_arms = 2 if setup_mode.startswith("dual") else 1
         self.learned = setup_mode.endswith("learned-gripper")
         self.image_keys = ["image"] if self.num_arms == 1 else ["left_image", "right_image"]
-        spaces = {key: gym.spaces.Box(0, 255, (self.SIZE, self.SIZE, 3), np.uint8) for key in self.image_keys}
-        spaces["state"] = gym.spaces.Box(-1, 1, (self.num_arms * (6 + self.learned),), np.float32)
-        self.observation_space = gym.spaces.Dict(spaces)
-        self.action_space = gym.spaces.Box(-1, 1, (self.num_arms * (6 + self.learned),), np.float32)
-        line = (np.arange(self.SIZE) + 0.5) / self.SIZE * 2.4 - 1.2  # a margin, so that nothing is cut off
+        self.action_space = gym.spaces.Box(-1, 1, (MODES[setup_mode][0],), np.float32)
+        line = (np.arange(self.SIZE) + 0.5) / self.SIZE * 2.4 - 1.2  # a margin: nothing is cut off
         self.px, self.py = np.meshgrid(line, line)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         n, rng = self.num_arms, self.np_random
-        self.pose = rng.uniform([-0.5, -0.5, 0.5, -0.7, -0.7, -0.5], [0.5, 0.5, 1.0, 0.7, 0.7, 0.5], (n, 6))
-        self.object = np.zeros((n, 6))  # flat on the table: z, roll and pitch are 0
+        low, high = [-0.5, -0.5, 0.5, -0.7, -0.7, -0.5], [0.5, 0.5, 1.0, 0.7, 0.7, 0.5]
+        self.pose, self.object = rng.uniform(low, high, (n, 6)), np.zeros((n, 6))  # it lies flat
         self.object[:, [0, 1, 5]] = rng.uniform([-0.8, -0.8, -0.7], [0.8, 0.8, 0.7], (n, 3))
         self.width, self.held, self.steps = np.ones(n), np.zeros(n, bool), 0
+        takes_over, start = rng.random() < self.intervention_probability, rng.integers(4, 11)
+        self.takeover = start if takes_over else math.inf
         return self.observe(), {}
 
     def observe(self):
         obs = {key: self.draw(arm) for arm, key in enumerate(self.image_keys)}
-        own = [self.pose, self.width[:, None]] if self.learned else [self.pose]
-        return obs | {"state": np.concatenate(own, 1).astype(np.float32).ravel()}
+        own = [self.pose, self.width] if self.learned else [self.pose]
+        return obs | {"state": np.column_stack(own).astype(np.float32).ravel()}
 
     def draw(self, arm: int):
         """Anti-aliased: a shift of a tenth of a pixel is visible.  -> (H,W,3) uint8"""
         x, y, yaw = self.object[arm, [0, 1, 5]]
-        pixel, cos, sin = 2.4 / self.SIZE, math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2)
+        cos, sin, pixel = math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2), 2.4 / self.SIZE
         dx, dy = self.px - x, self.py - y
         along, across = dx * cos + dy * sin, dy * cos - dx * sin
-        bar = np.clip((0.45 - abs(along)) / pixel + 0.5, 0, 1) * np.clip((0.1 - abs(across)) / pixel + 0.5, 0, 1)
-        red = np.clip(along / pixel + 0.5, 0, 1)
-        dx, dy = self.px - self.pose[arm, 0], self.py - self.pose[arm, 1]
-        spot = np.clip((0.12 - np.sqrt(dx * dx + dy * dy)) / pixel + 0.5, 0, 1)
-        image = np.stack([bar * red * (1 - spot), spot, bar * (1 - red) * (1 - spot)], -1)
-        return (image * 255).astype(np.uint8)
+        away = np.hypot(self.px - self.pose[arm, 0], self.py - self.pose[arm, 1])
+        edges = np.stack([0.45 - abs(along), 0.1 - abs(across), along, 0.12 - away])
+        length, breadth, red, spot = np.clip(edges / pixel + 0.5, 0, 1)  # each edge one pixel wide
+        bar = length * breadth * (1 - spot)
+        return (np.stack([bar * red, spot, bar * (1 - red)], -1) * 255).astype(np.uint8)
 
     def step(self, action):
+        info = {}
+        if self.allow_intervention and self.steps >= self.takeover:
+            action = info["intervene_action"] = self.human()
         action = np.asarray(action, np.float64).reshape(self.num_arms, -1).clip(-1, 1)
-        before = self.pose
+        before, self.steps = self.pose, self.steps + 1
         self.pose = np.clip(self.pose + self.STEP * action[:, :6], self.LOW, self.HIGH)
         self.object[self.held] += (self.pose - before)[self.held]
-        self.steps += 1
         error = abs(self.pose - self.object)
         if self.learned:
             command = np.round(action[:, 6])
-            fits = (error < self.GRASP).all(1)
             closing, opening = (command < 0) & (self.width == 1), command > 0
-            self.held = (self.held | (closing & fits)) & ~opening
+            self.held = (self.held | (closing & (error < self.GRASP).all(1))) & ~opening
             self.object[opening, 2:5] = 0.0  # it falls flat
             self.width = np.where(opening, 1.0, np.where(closing, 0.4 * self.held, self.width))
             success = bool((self.held & (self.pose[:, 2] > 0.5)).all())
         else:
             success = bool((error < self.INSERT).all())
         truncated = self.steps >= self.TIME_LIMIT and not success
-        return self.observe(), float(success), success, truncated, {"is_success": success}
+        return self.observe(), float(success), success, truncated, info | {"is_success": success}
 
     def expert(self):
-        """The scripted demonstrator: straight to the object, close on arrival, lift."""
-        action = np.zeros((self.num_arms, 6 + self.learned))
-        for arm in range(self.num_arms):
-            target = self.object[arm].copy()
-            if self.held[arm]:
-                target = self.pose[arm] * [1, 1, 0, 1, 1, 1] + [0, 0, 0.8, 0, 0, 0]
-            move = np.clip((target - self.pose[arm]) / self.STEP, -1, 1)
-            action[arm, :6] = move
-            if self.learned and not self.held[arm]:
-                near = abs(self.pose[arm] + self.STEP * move - target) < 0.5 * self.GRASP
-                action[arm, 6] = 1 if self.width[arm] < 1 else -1 if near.all() else 0
+        """Straight to the object, close on arrival, lift.  -> (arms, 6 or 7)"""
+        lifted = self.pose * [1, 1, 0, 1, 1, 1] + [0, 0, 0.8, 0, 0, 0]
+        target = np.where(self.held[:, None], lifted, self.object)
+        move = np.clip((target - self.pose) / self.STEP, -1, 1)
+        near = (abs(self.pose + self.STEP * move - target) < 0.5 * self.GRASP).all(1)
+        grip = np.where(self.held, 0, np.where(self.width < 1, 1, np.where(near, -1, 0)))
+        return np.column_stack([move, grip] if self.learned else [move])
+
+    def human(self):
+        """The expert, or half as fast, trembling, every tenth gripper command at random.  -> (A,)"""
+        action, n, rng = self.expert(), self.num_arms, self.np_random
+        if self.clumsy:
+            tremble = rng.normal(0, 0.35 if n == 1 else 0.25, (n, 6))  # else he gets not both there
+            action[:, :6] = np.clip(0.5 * action[:, :6] + tremble, -1, 1)
+            slips = rng.random(n) < 0.1
+            action[slips, 6:] = rng.integers(-1, 2, (n, 1))[slips]
         return action.ravel().astype(np.float32)
 
 
-class SimulatedHuman(gym.Wrapper):
-    """Watches, and takes over from some step to the end of an episode, as manual and HIL-SERL have it: the environment
-    executes the human's action and reports it in info["intervene_action"]."""
-
-    probability = 0.0  # of an intervention in the next episode
-
-    def reset(self, **kwargs):
-        result = self.env.reset(**kwargs)
-        rng = self.unwrapped.np_random
-        takes_over, start = rng.random() < self.probability, rng.integers(4, 11)
-        self.start = start if takes_over else math.inf
-        return result
-
-    def step(self, action):
-        if self.unwrapped.steps < self.start:
-            return self.env.step(action)
-        action = self.unwrapped.expert()
-        *result, info = self.env.step(action)
-        return *result, info | {"intervene_action": action}
-
-
-class RobotEnv:
-    """Any environment as the loop sees it: uint8 images (H,W,3) and one float32 `state`; actions lie in [-1,1]."""
-
-    def __init__(self, args: Args, human: bool = False):
-        self.args, self.human = args, None
-        if args.built_in:
-            self.env = BarWorld(args.setup_mode)
-            if human:
-                self.env = self.human = SimulatedHuman(self.env)
-        elif ".py:" in args.env_id:  # the manual's own environment: no base class, no spaces, no seed needed
-            path, _, name = args.env_id.rpartition(":")
-            if not Path(path).is_file():
-                fail(f"--env-id {args.env_id} must be file.py:Class of an existing file")
-            spec = importlib.util.spec_from_file_location("own_env", path)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            if not callable(getattr(module, name, None)):
-                fail(f"--env-id {args.env_id}: {path} has no class {name!r}")
-            self.env = getattr(module, name)(list(args.image_keys or ("image",)), ActionLayout.SIZES[args.setup_mode])
-            if missing := [method for method in ("reset", "step") if not hasattr(self.env, method)]:
-                fail(f"--env-id {args.env_id}: {name} has no method {missing[0]}()")
-        else:
-            self.env = self.make(args)
-        space = getattr(self.env, "action_space", None)
-        if space is not None and not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
-            fail(f"--env-id {args.env_id} has actions {space}: a flat Box is needed")
-        self.layout = ActionLayout.of_mode(args.setup_mode, None if space is None else space.shape[0])
-        shape = (self.layout.action_dim,)
-        self.low, self.high = (-np.ones(shape), np.ones(shape)) if space is None else (space.low, space.high)
-        self.center, self.scale = (self.high + self.low) / 2, (self.high - self.low) / 2
-        if not np.isfinite(self.scale).all():
-            fail(f"--env-id {args.env_id} has unbounded actions {space}: finite bounds are needed")
-        self.takes_seed = "seed" in inspect.signature(self.env.reset).parameters or isinstance(self.env, gym.Env)
-        obs = self.reset(seed=0)
-        self.obs_spec = {key: (value.shape, value.dtype) for key, value in obs.items()}
-
-    @staticmethod
-    def make(args):
-        with contextlib.suppress(ImportError):
-            import gymnasium_robotics
-
-            gym.register_envs(gymnasium_robotics)
-        size = dict(width=args.render_size, height=args.render_size, render_mode="rgb_array")
-        size = size if args.render_size else {}
-        try:
-            return gym.make(args.env_id, disable_env_checker=True, **size)
-        except gym.error.Error as error:
-            hint = "; Fetch needs: pip install gymnasium-robotics 'mujoco<3.12'" if "Fetch" in args.env_id else ""
-            fail(f"--env-id {args.env_id} cannot be made: {str(error).splitlines()[0]}{hint}")
-        except ImportError as error:
-            fail(f"--env-id {args.env_id} cannot be made: {error}")
-        except TypeError as error:  # not every environment can be told the size of its picture
-            fail(f"--env-id {args.env_id} cannot be made with --render-size {args.render_size}: {error}")
-
-    def observe(self, raw) -> dict[str, np.ndarray]:
-        raw = raw if isinstance(raw, dict) else {"observation": raw}
-        if self.args.render_size:
-            raw = {**raw, "image": self.env.render()}
-        obs, vectors = {}, []
-        for key, value in raw.items():
-            value = np.asarray(value)
-            if value.ndim != 3:
-                vectors.append(np.asarray(value, np.float32).ravel())
-            elif value.dtype != np.uint8 or value.shape[2] not in (1, 3, 4):
-                kind = f"image {key!r} is {value.dtype} {value.shape}"
-                fail(f"--env-id {self.args.env_id}: {kind}: uint8 (H,W,3) is needed")
-            elif not self.args.image_keys or key in self.args.image_keys:
-                obs[key] = np.ascontiguousarray(value[:, :, :3])  # renderers flip by negative strides
-        if missing := [key for key in self.args.image_keys if key not in obs]:
-            fail(f"--image-keys {missing[0]} is no image of --env-id {self.args.env_id}; it has {list(raw)}")
-        if vectors and self.args.use_state:
-            obs["state"] = np.concatenate(vectors)
-        if not obs:
-            fail(f"--env-id {self.args.env_id}: nothing is left of an observation with {list(raw)}")
-        return obs
-
-    def close(self):
-        if hasattr(self.env, "close"):
-            self.env.close()
-
-    def reset(self, seed: int, probability: float = 0.0):
-        if self.human:
-            self.human.probability = probability
-        self.last_command = np.zeros(self.layout.num_grippers)
-        raw, _ = self.env.reset(seed=seed) if self.takes_seed else self.env.reset()
-        return self.observe(raw)
-
-    def step(self, action):
-        """-> next_obs, reward, terminated, truncated, success, the human's action or None"""
-        action, held = np.array(action, np.float64), self.last_command
-        if self.layout.num_grippers and not self.args.built_in:  # "stay" holds the last command
-            command = action[self.layout.gripper]
-            self.last_command = np.where(np.round(command) == 0, self.last_command, command)
-            action[self.layout.gripper] = self.last_command
-        executed = np.clip(self.center + self.scale * action, self.low, self.high).astype(np.float32)
-        raw, reward, terminated, truncated, info = self.env.step(executed)
-        if not math.isfinite(reward):
-            fail(f"--env-id {self.args.env_id} gave the reward {reward}", code=1)
-        success = bool(info.get("is_success", info.get("success", terminated and reward > 0)))
-        human = info.get("intervene_action")
-        if human is not None:
-            human = np.asarray(human.detach().cpu() if isinstance(human, torch.Tensor) else human, np.float32)
-            if human.shape != executed.shape or not np.isfinite(human).all():
-                problem = f"shape {human.shape}" if human.shape != executed.shape else "a value that is not finite"
-                fail(f'info["intervene_action"] has {problem}: {executed.shape} finite numbers are needed', code=1)
-            human = ((np.clip(human, self.low, self.high) - self.center) / self.scale).astype(np.float32)
-            command = human[self.layout.gripper]  # "stay" then holds what was executed: the policy's command was not
-            self.last_command = np.where(np.round(command) == 0, held, command)
-        return self.observe(raw), float(reward), bool(terminated), bool(truncated), success, human
-
-
-def make_demos(args: Args, num_demos: int, seed: int, success: bool = True) -> list[dict]:
-    """Transitions in the manual's format by the expert of the built-in environment, or failures by random actions."""
-    env, rng, transitions = BarWorld(args.setup_mode), np.random.default_rng([seed, 1]), []
-    for episode in range(num_demos):
-        obs, _ = env.reset(seed=int(np.random.SeedSequence([seed, 2, episode]).generate_state(1)[0]))
-        done = False
+def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
+    """Transitions in the manual's format: the human's successful episodes, or failures at random."""
+    env, demos, episode = BarWorld(args.setup_mode, args.human), [], 0
+    size = env.action_space.shape
+    while len(demos) < num_demos:
+        seed = np.random.SeedSequence([args.seed, 2, episode]).generate_state(1)[0]
+        (obs, _), done, rows, episode = env.reset(seed=int(seed)), False, [], episode + 1
         while not done:
-            action = env.expert() if success else rng.uniform(-1, 1, env.action_space.shape).astype(np.float32)
+            action = env.human() if success else env.np_random.uniform(-1, 1, size)
             next_obs, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
-            transition = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
-            transitions.append(transition | dict(masks=1.0 - terminated, dones=done))
+            row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
+            rows.append(row | dict(masks=1.0 - terminated, dones=done))
             obs = next_obs
-    return transitions
-
-
-class DemoDtype:
-    """Stands for numpy.dtype while a demo file is read: plain numbers only, nothing is handed to numpy's C code."""
-
-    def __init__(self, name, *_):
-        self.dtype = {code: np.dtype(code) for code in ("b1", "u1", "i1", "i2", "i4", "i8", "f2", "f4", "f8")}.get(name)
-        if self.dtype is None:
-            raise pickle.UnpicklingError(f"it holds numpy data of type {name!r}, and plain numbers are expected")
-
-    def __setstate__(self, state):
-        if not (isinstance(state, tuple) and len(state) >= 5 and state[1] in ("<", ">", "|") and not any(state[2:5])):
-            raise pickle.UnpicklingError("it holds a numpy data type that is not plain numbers")
-        self.dtype = self.dtype.newbyteorder(state[1])
-
-
-class DemoArray:
-    """Stands for numpy.ndarray while a demo file is read."""
-
-    def __init__(self, *_):
-        self.array = None
-
-    def __setstate__(self, state):
-        _, shape, dtype, fortran, raw = state
-        self.array = decode_array(raw, dtype, shape, "F" if fortran else "C").array
-
-
-def decode_array(raw, dtype, shape, order="C") -> DemoArray:
-    if not isinstance(dtype, DemoDtype) or not isinstance(raw, bytes | bytearray):
-        raise pickle.UnpicklingError("it holds a numpy array that is not plain numbers")
-    result = DemoArray()
-    result.array = np.frombuffer(bytes(raw), dtype.dtype).reshape(shape, order=order)  # ValueError if sizes disagree
-    return result
-
-
-def decode_scalar(dtype, raw):
-    return decode_array(raw, dtype, ()).array[()]
-
-
-def decode_latin1(text, encoding):
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it decodes bytes with {encoding!r}")
-    return text.encode("latin1")
+        demos += [rows] if terminated == success else []
+    return sum(demos, [])
 
 
 class DemoUnpickler(pickle.Unpickler):
-    """Numbers, texts, plain containers and numpy arrays of numbers. Whatever else a file names is refused unseen."""
-
-    ALLOWED = {("numpy", "dtype"): DemoDtype, ("numpy", "ndarray"): DemoArray, ("_codecs", "encode"): decode_latin1}
-    for core in ("numpy.core", "numpy._core"):
-        ALLOWED[core + ".multiarray", "_reconstruct"] = DemoArray
-        ALLOWED[core + ".multiarray", "scalar"] = decode_scalar
-        ALLOWED[core + ".numeric", "_frombuffer"] = decode_array
+    """A demo file is a stranger's program: arrays of numbers and plain containers, no more."""
 
     def find_class(self, module, name):
-        if (module, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, and demos hold numbers, texts and arrays only")
-        return self.ALLOWED[module, name]
+        def dtype(code, *_):  # numpy's own constant: a file cannot give it flags that are not true
+            if not re.fullmatch("[biuf][1248]", code):
+                raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
+            return np.dtype(code)
+
+        core = np._core  # called numpy.core by older files
+        allowed = {"numpy.dtype": dtype, "numpy.ndarray": np.ndarray}
+        allowed["_codecs.encode"] = lambda text, _: text.encode("latin1")
+        allowed["numpy._core.multiarray._reconstruct"] = core.multiarray._reconstruct
+        allowed["numpy._core.multiarray.scalar"] = core.multiarray.scalar
+        allowed["numpy._core.numeric._frombuffer"] = core.numeric._frombuffer
+        wanted = f"{module}.{name}".replace("numpy.core", "numpy._core")
+        if wanted not in allowed:
+            raise pickle.UnpicklingError(f"it names {wanted}")
+        return allowed[wanted]
 
 
-def load_pickle(path: str):
-    """A demo file is a stranger's program for the unpickler: read it with a small vocabulary, end in one line."""
+def load_pickle(data: bytes) -> dict[str, list]:
+    """Columns of a list of transitions; a nested one is named like observations/image."""
+    columns, size = {}, 0
+    for opcode, argument, _ in pickletools.genops(data):  # read, nothing is built yet
+        if argument == ">" or ("PUT" in opcode.name and (argument or 0) > len(data)):
+            raise ValueError("it is big-endian, or its memo is larger than the file")
+    rows = DemoUnpickler(io.BytesIO(data)).load()
+    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
+        raise ValueError("a list of transitions, each a dict, is expected")
+    for row in rows:
+        for name, value in row.items():
+            for key, item in value.items() if isinstance(value, dict) else [("", value)]:
+                columns.setdefault(f"{name}/{key}".rstrip("/"), []).append(item)
+                size += getattr(item, "nbytes", 0)
+    if size > 2**26 + 20 * len(data):  # one array, named a million times
+        raise ValueError(f"its {len(data)} bytes would become {size}")
+    return columns
+
+
+def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
+    """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
+    column, expected = columns[name], f"expected numbers of shape {shape}"
+    if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
+        for row, value in enumerate(column):
+            if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
+                found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
+                raise ValueError(f"{name} of row {row} is {found}, {expected}")
+        column = np.stack([np.asarray(value) for value in column])
+    if column.shape != (len(columns["rewards"]), *shape) or column.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
+    if dtype == np.uint8 != column.dtype:
+        raise ValueError(f"{name} is {column.dtype}, expected uint8")
+    with np.errstate(over="ignore"):
+        column = column.astype(dtype)
+    wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
+    if name == "masks":
+        wrong |= (column < 0) | (column > 1)
+    if wrong.any():
+        raise ValueError(f"{name} of row {wrong.argmax()} is not finite in float32, or no mask")
+    return column
+
+
+def load_columns(path: str) -> dict:
+    """Of a .pkl or .npz of transitions: name -> list or array; nothing in it is checked yet."""
     try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        fail(f"demo file {path} cannot be read: {error.strerror}")
+        if zipfile.is_zipfile(path):  # an .npz, whatever its name
+            return dict(np.load(path, allow_pickle=False))
+        return load_pickle(Path(path).read_bytes())
+    except Exception as error:  # a damaged file raises almost any type
+        sys.exit(f"data file {path} is refused: {type(error).__name__}: {error}")
+
+
+def read_demos(path: str, columns: dict, robot) -> np.ndarray:
+    """Records for a buffer; actions come in the environment's units."""
+    layout, frame, held = robot.layout, robot.record["obs"], np.zeros(robot.layout.num_grippers)
     try:
-        for opcode, arg, _ in pickletools.genops(data):  # also finds what is cut off, before anything is built
-            if "PUT" in opcode.name and arg is not None and arg > len(data):
-                raise pickle.UnpicklingError("its memo is larger than the file")  # would fill the memory
-        return DemoUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle raises almost any type
-        fail(f"demo file {path} is refused: {(str(error) or repr(error)).splitlines()[0]}")
-
-
-def read_demos(path: str, env: RobotEnv, grasp_penalty: float) -> list[dict]:
-    """Transitions of a .pkl or .npz file, checked one by one against what the environment has; actions in its units."""
-    obs_spec, layout = env.obs_spec, env.layout
-    if path.endswith(".npz"):
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                columns = {name: file[name] for name in file.files}
-        except Exception as error:  # missing, cut off, or holding objects
-            fail(f"demo file {path} is refused: {(str(error) or repr(error)).splitlines()[0]}")
-        lengths = {len(column) if column.ndim else 0 for column in columns.values()}
-        if len(lengths) != 1 or 0 in lengths:
-            fail(f"demo file {path}: its arrays {list(columns)} must have one length, the number of transitions")
-        transitions = []
-        for i in range(lengths.pop()):
-            transition = {"observations": {}, "next_observations": {}}
-            for name, column in columns.items():
-                head, _, key = name.partition("/")  # observations/image
-                (transition[head] if key and head in transition else transition)[key or name] = column[i]
-            transitions.append(transition)
-    else:
-        transitions = load_pickle(path)
-    if not isinstance(transitions, list) or not transitions:
-        fail(f"demo file {path}: a list of transitions is expected, not {type(transitions).__name__}")
-
-    def number(value, where, i, shape, dtype=np.float32):
-        value = value.array if isinstance(value, DemoArray) else value
-        where = f"demo file {path}: transition {i}: {where}"
-        if not isinstance(value, np.ndarray | np.generic | bool | int | float):
-            fail(f"{where} is a {type(value).__name__}, expected numbers of shape {shape}")
-        value = np.asarray(value)
-        if value.shape != shape:
-            swapped = len(shape) == 3 and value.shape == (shape[2], *shape[:2])
-            hint = ": channels come last, (H,W,C)" if swapped else ""
-            fail(f"{where} has shape {value.shape}, expected {shape}{hint}")
-        if dtype == np.uint8 and value.dtype != np.uint8:
-            fail(f"{where} is {value.dtype}, expected uint8")
-        if not np.isfinite(value).all():
-            fail(f"{where} holds a number that is not finite, expected {shape} finite numbers")
-        return value.astype(dtype)
-
-    demos, closed = [], np.zeros(layout.num_grippers, bool)
-    for i, raw in enumerate(transitions):
-        if not isinstance(raw, dict):
-            fail(f"demo file {path}: transition {i} is a {type(raw).__name__}, expected a dict")
-        for name in ("observations", "actions", "next_observations", "rewards"):
-            if name not in raw:
-                fail(f"demo file {path}: transition {i} lacks {name!r}; it has {[str(key) for key in raw][:9]}")
-        demo = {}
-        for name, source in (("obs", "observations"), ("next_obs", "next_observations")):
-            views = raw[source]
-            if not isinstance(views, dict):  # a plain vector is the state
-                views = {"state": views}
-            for key in obs_spec:
-                if key not in views:
-                    hint = " (or train with --no-use-state)" if key == "state" else ""
-                    fail(f"demo file {path}: transition {i}: {source} lacks {key!r}, which the environment has{hint}")
-            demo[name] = {key: number(views[key], f"{source}[{key!r}]", i, *spec) for key, spec in obs_spec.items()}
-        action = number(raw["actions"], "actions", i, (layout.action_dim,))
-        action = ((action - env.center) / env.scale).clip(-1, 1).astype(np.float32)
-        dones = bool(number(raw.get("dones", False), "dones", i, ()))
-        toggles, closed = gripper_toggles(action[layout.gripper], closed)
-        closed = closed & (not dones)  # an episode starts open
-        penalty = number(raw.get("grasp_penalty", grasp_penalty * toggles), "grasp_penalty", i, ())
-        demo |= dict(actions=action, rewards=number(raw["rewards"], "rewards", i, ()), grasp_penalty=penalty)
-        demos.append(demo | dict(masks=number(raw.get("masks", 1.0 - dones), "masks", i, ()), dones=dones))
-    return demos
+        records = np.zeros(len(columns["rewards"]), robot.record)
+        for view, name in (("observations", "obs"), ("next_observations", "next_obs")):
+            for key in frame.names:  # a bare vector is the state
+                column = view if view in columns and key == "state" else f"{view}/{key}"
+                kind = (frame[key].shape, frame[key].base)
+                records[name][key] = check_column(columns, column, *kind)
+        actions = check_column(columns, "actions", (layout.action_dim,))
+        records["actions"] = ((actions - robot.center) / robot.scale).clip(-1, 1)
+        records["dones"] = check_column(columns, "dones") != 0
+        columns.setdefault("masks", 1 - records["dones"])
+        for name in ("rewards", "masks"):
+            records[name] = check_column(columns, name)
+        for record in records:
+            held, toggles = hold_grippers(record["actions"][layout.gripper], held)
+            record["grasp_penalty"] = robot.args.grasp_penalty * toggles
+            held = held * (1 - record["dones"])  # an episode starts open
+    except (KeyError, ValueError) as error:
+        missing = "there is no " if isinstance(error, KeyError) else ""
+        sys.exit(f"data file {path}: {missing}{error}")
+    return records
 
 
 # --- networks ---
-def mlp(in_dim: int, hidden_size: int, out_dim: int, layer_norm: bool) -> nn.Sequential:
+def mlp(in_dim: int, out_dim: int, hidden_size: int, layer_norm: bool, dropout: float = 0.0):
     layers = []
     for width in (in_dim, hidden_size):
         norm = [nn.LayerNorm(hidden_size)] if layer_norm else []
-        layers += [nn.Linear(width, hidden_size), *norm, nn.ReLU(inplace=True)]
+        drop = [nn.Dropout(dropout)] if dropout else []
+        layers += [nn.Linear(width, hidden_size), *norm, nn.ReLU(inplace=True), *drop]
     return nn.Sequential(*layers, nn.Linear(hidden_size, out_dim))
-
-
-class Actor(nn.Module):
-    """Tanh-normal policy.  (N,F) -> mean (N,C), std (N,C), both before the tanh"""
-
-    def __init__(self, feature_dim: int, action_dim: int, hidden_size: int, layer_norm: bool):
-        super().__init__()
-        self.net = mlp(feature_dim, hidden_size, 2 * action_dim, layer_norm)
-
-    def forward(self, features):
-        mean, log_std = self.net(features).chunk(2, -1)
-        return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
-
-
-class Temperature(nn.Module):
-    """alpha = softplus(raw), so that it stays positive"""
-
-    def __init__(self, init_alpha: float):
-        super().__init__()
-        self.raw = nn.Parameter(torch.tensor(math.log(math.expm1(init_alpha))))
-
-    def forward(self):
-        return F.softplus(self.raw)
 
 
 class QEnsemble(nn.Module):
     """E critics in batched matrix products.  (N,F), (N,C) -> (E,N)"""
 
-    def __init__(self, num_critics: int, feature_dim: int, action_dim: int, hidden_size: int, layer_norm: bool):
+    def __init__(self, num_critics: int, in_dim: int, hidden_size: int, layer_norm: bool):
         super().__init__()
-        widths = [feature_dim + action_dim, hidden_size, hidden_size, 1]
-        self.num_critics, self.layer_norm = num_critics, layer_norm
-        self.weights, self.biases, self.scales, self.shifts = (nn.ParameterList() for _ in range(4))
-        for i, (fan_in, fan_out) in enumerate(zip(widths, widths[1:], strict=False)):
-            bound = fan_in**-0.5  # as in nn.Linear
-            self.weights.append(nn.Parameter(torch.empty(num_critics, fan_in, fan_out).uniform_(-bound, bound)))
-            self.biases.append(nn.Parameter(torch.empty(num_critics, 1, fan_out).uniform_(-bound, bound)))
-            if layer_norm and i < 2:
-                self.scales.append(nn.Parameter(torch.ones(num_critics, 1, fan_out)))
-                self.shifts.append(nn.Parameter(torch.zeros(num_critics, 1, fan_out)))
+        critics = [mlp(in_dim, 1, hidden_size, layer_norm) for _ in range(num_critics)]
+        same = zip(*(critic.parameters() for critic in critics), strict=True)
+        stacked = [torch.stack(parameters).detach() for parameters in same]  # (E,out,in) or (E,out)
+        stacked = [x.mT.contiguous() if x.ndim == 3 else x.unsqueeze(1) for x in stacked]
+        self.stacked, self.layer_norm = nn.ParameterList(stacked), layer_norm
 
     def forward(self, features, actions):
-        x = torch.cat([features, actions], -1).expand(self.num_critics, -1, -1)  # (E,N,F+C)
-        for i in range(2):
-            x = torch.baddbmm(self.biases[i], x, self.weights[i])
+        *hidden, last_weight, last_bias = self.stacked  # (E,in,out), (E,1,out)
+        x = torch.cat([features, actions], -1).expand(len(last_bias), -1, -1)  # (E,N,F+C)
+        hidden = iter(hidden)
+        for weight, bias in zip(hidden, hidden, strict=True):
+            x = torch.baddbmm(bias, x, weight)
             if self.layer_norm:
-                x = F.layer_norm(x, x.shape[-1:]) * self.scales[i] + self.shifts[i]
+                scale, shift = next(hidden), next(hidden)
+                x = F.layer_norm(x, x.shape[-1:]) * scale + shift
             x = x.relu_()
-        # a product with one column is slow as a matrix product
-        return (x * self.weights[2].mT).sum(-1) + self.biases[2].squeeze(-1)
+        # one column is slow as a matrix product
+        return (x * last_weight.mT).sum(-1) + last_bias.squeeze(-1)
 
 
 class ImageEncoder(nn.Module):
     """One camera.  (N,3,H,W) in [-0.5,0.5] -> (N,F)"""
 
-    def __init__(self, kind: str, image_shape: tuple, embed_dim: int = 64, keypoints: int = 16):
+    def __init__(self, kind: str, image_shape: tuple, keypoints: int = 16):
         super().__init__()
         height, width, channels = image_shape
         self.kind = kind
         if kind == "softmax":  # where things are, as coordinates: keypoints of arXiv:1504.00702
             stem = nn.Conv2d(channels, 16, 3, 2, 1)
             self.conv = nn.Sequential(stem, nn.ReLU(inplace=True), nn.Conv2d(16, keypoints, 1))
-            rows, columns = (torch.linspace(-1, 1, math.ceil(size / 2)) for size in (height, width))
-            rows, columns = rows[:, None].expand(-1, len(columns)), columns.expand(len(rows), -1)
-            grid = torch.stack([rows, columns, torch.ones_like(rows)]).reshape(3, -1)  # (3,H*W)
+            lines = (torch.linspace(-1, 1, math.ceil(size / 2)) for size in (height, width))
+            rows, columns = torch.meshgrid(*lines, indexing="ij")
+            grid = torch.stack([rows, columns, torch.ones_like(rows)]).flatten(1)  # (3,H*W)
             self.register_buffer("grid", grid, persistent=False)
-            self.embed = nn.Sequential(nn.Linear(2 * keypoints, embed_dim), nn.LayerNorm(embed_dim), nn.Tanh())
-            self.dim = 2 * keypoints + embed_dim
+            self.embed = nn.Sequential(nn.Linear(2 * keypoints, 64), nn.LayerNorm(64), nn.Tanh())
+            self.dim = 2 * keypoints + 64
         else:  # the small encoder of SERL (arXiv:2401.16013): spatial weights instead of pooling
-            layers = []
-            for fan_in, fan_out in ((channels, 32), (32, 64), (64, 96), (96, 128)):
-                layers += [nn.Conv2d(fan_in, fan_out, 3, 2, 1), nn.ReLU()]
-                height, width = math.ceil(height / 2), math.ceil(width / 2)
-            self.conv = nn.Sequential(*layers)
-            self.spatial = nn.Parameter(torch.randn(128, height * width, 4) * (height * width) ** -0.5)
+            widths = (channels, 32, 64, 96, 128)
+            convs = [nn.Conv2d(*pair, 3, 2, 1) for pair in zip(widths, widths[1:], strict=False)]
+            layers = [layer for conv in convs for layer in (conv, nn.ReLU(inplace=True))]
+            self.conv, size = nn.Sequential(*layers), math.ceil(height / 16) * math.ceil(width / 16)
+            self.spatial = nn.Parameter(torch.randn(128, size, 4) * size**-0.5)
             self.embed = nn.Sequential(nn.Linear(512, 256), nn.LayerNorm(256), nn.Tanh())
             self.dim = 256
 
@@ -781,184 +471,132 @@ class ImageEncoder(nn.Module):
         x = self.conv(image)
         if self.kind == "softmax":
             x = x.permute(0, 2, 3, 1).flatten(1, 2)  # (N,H*W,K), as the images lie in memory
-            moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,K): sums of row, column, 1; exp stays finite
-            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,2K), where the softmax over the picture points
-            return torch.cat([points, self.embed(points)], 1)  # raw, too: the position itself is a feature
+            moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,K): sums of row, column, 1
+            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,2K), where the softmax points
+            return torch.cat([points, self.embed(points)], 1)  # raw, too: position is a feature
         x = torch.einsum("nkp,kpe->nke", x.flatten(2), self.spatial)  # (N,128,4)
         return self.embed(x.flatten(1))
 
 
-class Encoder(nn.Module):
-    """Every camera and the state, side by side. Images become floats here and nowhere else.  obs dict -> (N,F)"""
+class Encoder(nn.Module):  # hybrid: images
+    """Cameras and vectors side by side. Images become floats here and nowhere else.  obs -> (N,F)"""
 
-    def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str, shared: bool, embed_dim: int = 64):
+    def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str):
         super().__init__()
-        self.image_keys = list(image_keys)
-        num_encoders = min(1, len(self.image_keys)) if shared else len(self.image_keys)
-        self.images = nn.ModuleList([ImageEncoder(kind, image_shape, embed_dim) for _ in range(num_encoders)])
-        self.dim = sum(self.images[i % num_encoders].dim for i in range(len(self.image_keys))) + state_dim
-        self.embed_state = None
-        if state_dim and self.image_keys:  # without images the state is the feature
-            self.embed_state = nn.Sequential(nn.Linear(state_dim, embed_dim), nn.LayerNorm(embed_dim), nn.Tanh())
-            self.dim += embed_dim
+        self.image_keys, number = list(image_keys), len(image_keys)
+        nets = [ImageEncoder(kind, image_shape) for _ in range(1 if kind == "softmax" else number)]
+        self.images = nn.ModuleList(nets * number if kind == "softmax" else nets)
+        embed = nn.Sequential(nn.Linear(state_dim, 64), nn.LayerNorm(64), nn.Tanh()) if state_dim else None
+        self.embed_state = embed if number else None  # without images the state is the feature
+        self.dim = sum(net.dim for net in self.images) + state_dim + 64 * (self.embed_state is not None)
 
     def forward(self, obs):
-        parts, per_pass = [], len(self.image_keys) // max(1, len(self.images))  # shared: all cameras in one pass
-        for i, encoder in enumerate(self.images):
-            images = [obs[key] for key in self.image_keys[i * per_pass : (i + 1) * per_pass]]
-            images = torch.cat(images) if per_pass > 1 else images[0]
-            images = images.permute(0, 3, 1, 2).float().div_(255).sub_(0.5)
-            parts += encoder(images).chunk(per_pass)
-        if "state" in obs:
-            parts.append(obs["state"])
-            if self.embed_state is not None:
-                parts.append(self.embed_state(obs["state"]))
-        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-
-
-class Policy(nn.Module):
-    """All that acting needs, and nothing else: this is what the learner publishes."""
-
-    def __init__(self, encoder: Encoder, actor: Actor, discrete_qf: nn.Module | None, layout: ActionLayout):
-        super().__init__()
-        self.encoder, self.actor, self.discrete_qf, self.layout = encoder, actor, discrete_qf, layout
-
-    @torch.no_grad()
-    def act(self, obs: dict[str, np.ndarray], rng: torch.Generator | None = None) -> np.ndarray:
-        """Sample the continuous part (its mean without rng), take the best grasp.  one observation -> (A,)"""
-        device = next(self.parameters()).device
-        features = self.encoder({key: torch.from_numpy(value).unsqueeze(0).to(device) for key, value in obs.items()})
-        mean, std = self.actor(features)
-        if rng is not None:
-            mean = mean + std * torch.randn(mean.shape, generator=rng).to(device)
-        action = np.empty(self.layout.action_dim, np.float32)
-        action[self.layout.continuous] = mean.tanh()[0].cpu().numpy()
-        if self.discrete_qf is not None:
-            best = int(self.discrete_qf(features).argmax(-1))
-            action[self.layout.gripper] = self.layout.grasp_commands(best)
-        return action
+        parts = []
+        for key, net in zip(self.image_keys, self.images, strict=True):
+            parts.append(net(obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5)))
+        if vectors := sorted(set(obs) - set(self.image_keys)):
+            state = torch.cat([obs[key] for key in vectors], 1)
+            parts += [state, self.embed_state(state)] if self.embed_state else [state]
+        return torch.cat(parts, 1)
 
 
 # --- buffer ---
 class FrameBuffer:
     """Replay that keeps each frame once: N transitions in E unbroken pieces are N + E frames, not 2 N.
 
-    A ring of frame slots. A transition starts at slot i, its next frame is slot i + 1. Whether a new one continues the
-    piece before it is decided by the frames themselves: shared only where they are equal, no gap, episode end,
-    time limit or wrap can pair frames that do not belong together. `slots` lists the starts, to sample from.
+    A ring of frame slots; a transition starts at a slot and ends at the next one. Whether a new one
+    continues the last is decided by the frames themselves: shared only where equal, so that no gap,
+    end or wrap can pair frames that do not belong together. Only the learner's thread touches it.
     """
 
-    def __init__(self, capacity: int, obs_spec: dict, action_dim: int):
-        self.capacity, self.size, self.head, self.tail, self.filled = capacity, 0, 0, -1, 0
-        self.frames = {key: np.zeros((capacity, *shape), dtype) for key, (shape, dtype) in obs_spec.items()}
-        self.rows = {name: np.zeros(capacity, np.float32) for name in ("rewards", "masks", "grasp_penalty")}
-        self.rows["actions"] = np.zeros((capacity, action_dim), np.float32)
-        self.slots = np.zeros(capacity, np.int64)  # [:size]: slots at which a transition starts, in any order
-        self.place = np.full(capacity, -1)  # slot -> its index in `slots`, -1: no transition starts here
-        self.lock = threading.Lock()
+    def __init__(self, capacity: int, record: np.dtype):
+        names = ("obs", "actions", "rewards", "masks", "grasp_penalty")
+        self.slots = np.zeros(capacity, [(name, record[name]) for name in names])
+        self.starts = np.zeros(capacity, bool)  # a transition starts at this slot
+        self.head = self.used = 0  # next slot to write, slots written so far
 
     def __len__(self):
-        return self.size
+        return int(self.starts.sum())
 
-    def write(self, obs) -> int:
+    def write(self, frame) -> int:
         slot = self.head
-        if (place := self.place[slot]) >= 0:  # forget the transition that started here: the last one takes its place
-            self.size -= 1
-            last = self.slots[self.size]
-            self.slots[place], self.place[last], self.place[slot] = last, place, -1
-        for key, frames in self.frames.items():
-            frames[slot] = obs[key]
-        self.head, self.filled = (slot + 1) % self.capacity, min(self.filled + 1, self.capacity)
+        self.slots["obs"][slot], self.starts[slot] = frame, False  # what started here is forgotten
+        self.head, self.used = (slot + 1) % len(self.slots), max(self.used, slot + 1)
         return slot
 
-    def insert(self, transition: dict):
-        obs = transition["obs"]
-        with self.lock:
-            start = self.tail
-            if start < 0 or any(not np.array_equal(frames[start], obs[key]) for key, frames in self.frames.items()):
-                start = self.write(obs)
-            self.tail = self.write(transition["next_obs"])
-            for name, rows in self.rows.items():
-                rows[start] = transition[name]
-            self.slots[self.size], self.place[start] = start, self.size
-            self.size += 1
+    def insert(self, record):
+        start = self.head - 1
+        if not self.used or self.slots["obs"][start].tobytes() != record["obs"].tobytes():
+            start = self.write(record["obs"])
+        self.write(record["next_obs"])
+        for name in self.slots.dtype.names:
+            self.slots[name][start] = record[name]
+        self.starts[start] = True
 
-    def sample(self, n: int, rng: np.random.Generator) -> dict:
-        """With replacement."""
-        with self.lock:
-            start = self.slots[rng.integers(self.size, size=n)]
-            following = (start + 1) % self.capacity
-            batch = {name: rows[start] for name, rows in self.rows.items()}
-            batch["obs"] = {key: frames[start] for key, frames in self.frames.items()}
-            batch["next_obs"] = {key: frames[following] for key, frames in self.frames.items()}
-        return batch
+    def sample(self, n: int, rng: np.random.Generator):
+        """With replacement.  -> (N,) slots, (N,) next frames"""
+        start = rng.choice(np.flatnonzero(self.starts), n)
+        return self.slots[start], self.slots["obs"][(start + 1) % len(self.slots)]
 
     def state_dict(self) -> dict:
-        with self.lock:
-            state = {name: torch.tensor(getattr(self, name)) for name in ("size", "head", "tail", "filled")}
-            arrays = self.frames | self.rows | {"slots": self.slots, "place": self.place}
-            return state | {"/" + key: torch.from_numpy(array[: self.filled].copy()) for key, array in arrays.items()}
+        slots = torch.from_numpy(self.slots[: self.used].view(np.uint8).copy())
+        return dict(slots=slots, starts=torch.from_numpy(self.starts.copy()), head=self.head)
 
     def load_state_dict(self, state: dict):
-        arrays = self.frames | self.rows | {"slots": self.slots, "place": self.place}
-        for name in ("size", "head", "tail", "filled"):
-            setattr(self, name, int(state[name]))
-        for key, array in arrays.items():
-            array[: self.filled] = state["/" + key].numpy()
+        self.starts[:], self.head = state["starts"].numpy(), state["head"]
+        slots = state["slots"].numpy().view(self.slots.dtype)
+        self.slots[: len(slots)], self.used = slots, len(slots)
 
 
-def check_memory(args: Args, obs_spec: dict):
-    """Arrays are filled lazily: without this a run would be killed hours later."""
-    frame = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in obs_spec.values())
-    frame = (frame + 64) * (2 if args.save_buffers else 1)  # a checkpoint is a copy
-    needed = (args.buffer_size + args.demo_buffer_size) * frame
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > 0.9 * memory:
-        smaller, larger = sorted(("buffer_size", "demo_buffer_size"), key=lambda name: getattr(args, name))
-        fits = max(0, int(0.9 * memory / frame) - getattr(args, smaller))
-        sizes = f"{needed / 1e9:.1f} GB of frames do not fit into {memory / 1e9:.1f} GB of memory"
-        check(False, args, larger, f"at most {fits}: {sizes}")
+def random_shift(images, pad: int, rng):
+    """Each image moved by up to `pad` pixels, edges repeated (DrQ-v2, arXiv:2107.09645).  (N,H,W,3)"""
+    n, height, width, _ = images.shape
+    dy, dx = rng.integers(-pad, pad + 1, (2, n, 1))
+    rows = (np.arange(height) + dy).clip(0, height - 1)  # (N,H)
+    columns = (np.arange(width) + dx).clip(0, width - 1)  # (N,W)
+    return images[np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
-def split_batch(batch_size: int, num_online: int, num_demo: int, demo_ratio: float) -> tuple[int, int]:
-    """Rows from (online, demo). An empty buffer gives nothing; small ones are drawn with replacement."""
+def split_batch(batch_size: int, num_online: int, num_demo: int, demo_ratio: float):
+    """Rows from (online, demo). An empty buffer gives nothing; small ones are drawn repeatedly."""
     if not num_demo or not num_online:
         return (batch_size, 0) if num_online else (0, batch_size if num_demo else 0)
     demo = math.floor(batch_size * demo_ratio)
     return batch_size - demo, demo
 
 
-def sample_batch(online_rb, demo_rb, batch_size: int, demo_ratio: float, rng, device) -> dict:
-    """Online rows first, then demo rows; is_demo tells them apart."""
-    num_online, num_demo = split_batch(batch_size, len(online_rb), len(demo_rb), demo_ratio)
-    parts = [rb.sample(n, rng) for rb, n in ((online_rb, num_online), (demo_rb, num_demo)) if n]
+def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
+    """Online rows first, then demo rows; is_demo tells them apart. A function of (seed, update)."""
+    rng = np.random.default_rng([args.seed, 5, update])
+    batch_size, demo_ratio = args.batch_size, 1.0 if args.algorithm == "bc" else args.demo_ratio
+    counts = split_batch(batch_size, len(online_rb), len(demo_rb), demo_ratio)
+    parts = [rb.sample(n, rng) for rb, n in zip((online_rb, demo_rb), counts, strict=True) if n]
 
-    def join(arrays):
-        return torch.from_numpy(np.concatenate(arrays) if len(arrays) > 1 else arrays[0]).to(device)
+    slots, next_frames = map(np.concatenate, zip(*parts, strict=True))
 
-    batch = {name: join([part[name] for part in parts]) for name in ("actions", "rewards", "masks", "grasp_penalty")}
-    for name in ("obs", "next_obs"):
-        batch[name] = {key: join([part[name][key] for part in parts]) for key in parts[0][name]}
-    batch["is_demo"] = (torch.arange(batch_size) >= num_online).to(device)
+    def tensors(array, names):
+        return {k: torch.from_numpy(np.ascontiguousarray(array[k])).to(device) for k in names}
+
+    obs, next_obs = (tensors(view, next_frames.dtype.names) for view in (slots["obs"], next_frames))
+    batch = tensors(slots, slots.dtype.names[1:]) | dict(obs=obs, next_obs=next_obs)
+    if args.augment_pad:
+        for view in (obs, next_obs):
+            images = {key: image for key, image in view.items() if image.ndim == 4}
+            view |= {key: random_shift(image, args.augment_pad, rng) for key, image in images.items()}
+    batch["is_demo"] = torch.arange(batch_size, device=device) >= counts[0]
+    batch["weights"] = batch["actor_weights"] = torch.ones(batch_size, device=device)
+    if layout.num_grippers:  # only continuous dims enter Q(s,a)
+        batch["grasps"] = layout.grasp_index(batch["actions"][:, layout.gripper])
+        batch["actions"] = batch["actions"][:, layout.continuous]
     return batch
-
-
-def random_shift(images, pad: int, rng: torch.Generator):
-    """Each image moved by up to `pad` pixels, edges repeated (DrQ-v2, arXiv:2107.09645).  (N,H,W,3) -> (N,H,W,3)"""
-    n, height, width, _ = images.shape
-    dy, dx = torch.randint(-pad, pad + 1, (2, n, 1), generator=rng).to(images.device)
-    rows = (torch.arange(height, device=images.device) + dy).clamp(0, height - 1)  # (N,H)
-    columns = (torch.arange(width, device=images.device) + dx).clamp(0, width - 1)  # (N,W)
-    inds = torch.arange(n, device=images.device)
-    return images[inds[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
 # --- math ---
 def tanh_normal(mean, std, noise):
-    """Action tanh(u), u = mean + std * noise, and its log density (SAC, arXiv:1812.05905, eq. 26).  -> (N,C), (N,)"""
+    """tanh(u), u = mean + std * noise; its log density, eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
     u = mean + std * noise
     logprobs = -0.5 * noise**2 - std.log() - 0.5 * math.log(2 * math.pi)
-    logprobs = logprobs - 2 * (math.log(2) - u - F.softplus(-2 * u))  # log(1 - tanh(u)^2), finite for every u
+    logprobs = logprobs - 2 * (math.log(2) - u - F.softplus(-2 * u))  # finite for every u
     return u.tanh(), logprobs.sum(-1)
 
 
@@ -968,986 +606,709 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
     return rewards + gamma * masks * (next_q_values.min(0).values + entropy_bonus)
 
 
-def grasp_target(rewards, grasp_penalty, masks, next_q_online, next_q_target, gamma):
-    """Double DQN: the online network chooses, the target network rates. Only here does the penalty count.  -> (N,)"""
-    assert next_q_online.shape == next_q_target.shape and rewards.shape == grasp_penalty.shape == masks.shape
-    best = next_q_online.argmax(-1, keepdim=True)
-    return rewards + grasp_penalty + gamma * masks * next_q_target.gather(-1, best).squeeze(-1)
-
-
 def polyak(target, source, tau: float):
     """target += tau * (source - target), in place"""
     target.lerp_(source, tau)
 
 
-def flatten(module: nn.Module) -> torch.Tensor:
-    """One vector of which all parameters become views: Adam and Polyak are then one operation, not one per layer."""
-    flat, at = nn.utils.parameters_to_vector(module.parameters()).detach().clone(), 0
-    for param in module.parameters():
-        param.data = flat[at : at + param.numel()].view_as(param)
-        at += param.numel()
-    return flat
+def flatten(parameters: list) -> torch.Tensor:
+    """One vector that the parameters are views of from now on: Adam is one operation, not one a layer."""
+    vector = nn.utils.parameters_to_vector(parameters).detach()  # a copy
+    nn.utils.vector_to_parameters(vector, parameters)
+    return vector
 
 
-def apply_gradients(loss, *trained) -> bool:
-    """One step for each (module, optimizer of its flat vector); none, and False, if a gradient is not finite."""
-    params = [list(module.parameters()) for module, _ in trained]
-    # autograd.grad, not backward: nothing else collects a gradient, such as the critic in the actor's loss
-    grads = iter(torch.autograd.grad(loss, sum(params, []), materialize_grads=True))
-    flat = [torch.cat([next(grads).reshape(-1) for _ in own]) for own in params]
-    if not math.isfinite(sum(grad.dot(grad) for grad in flat)):
-        return False
-    for (_, optimizer), grad in zip(trained, flat, strict=True):
-        optimizer.param_groups[0]["params"][0].grad = grad
+def apply_gradients(loss, *groups) -> bool:
+    """A step of each (parameters, optimizer of their vector); of none, and False, if one is not finite."""
+    # autograd.grad, not backward: no other weight collects a gradient, as the critic's in the actor's loss
+    inputs = [param for params, _ in groups for param in params]
+    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    vector = torch.cat([grad.reshape(-1) for grad in grads])
+    finite, at = math.isfinite(vector.dot(vector)), 0
+    for params, optimizer in groups if finite else ():
+        (flat,) = optimizer.param_groups[0]["params"]
+        flat.grad, at = vector[at : at + len(flat)], at + len(flat)
         optimizer.step()
-    return True
+    return finite
 
 
-class SACHybridAgent:
-    """Networks, targets, optimizers and the update rule."""
+class SAC(nn.Module):
+    """Soft actor-critic (arXiv:1812.05905) on the features of an encoder, the same in both scripts.
 
-    NETWORKS = ("policy", "qf", "critic_target", "temperature")
+    A subclass adds heads of the critic, `more_critic_losses` and `more_actor_losses`; the rows of a
+    batch come with weights.
+    """
 
-    def __init__(
-        self,
-        image_keys,
-        continuous_action_dim: int,
-        grasp_action_dim: int = 0,
-        device="cpu",
-        *,
-        image_shape=(32, 32, 3),
-        state_dim: int = 0,
-        encoder: str = "softmax",
-        shared_encoder: bool = False,
-        hidden_size: int = 256,
-        layer_norm: bool = True,
-        num_critics: int = 2,
-        num_sampled_critics: int = 2,
-        lr: float = 3e-4,
-        gamma: float = 0.97,
-        tau: float = 0.005,
-        init_alpha: float = 0.01,
-        target_entropy: float | None = None,
-        backup_entropy: bool = False,
-        bc_weight: float = 0.0,
-        algorithm: str = "sac",
-        seed: int = 1,
-    ):
-        if grasp_action_dim not in (0, 3, 9):
-            raise ValueError(f"grasp_action_dim {grasp_action_dim}: 0 (fixed), 3 (one gripper) or 9 (two) is allowed")
-        self.network_config = dict(  # all that it takes to build the same networks
-            image_keys=list(image_keys), continuous_action_dim=continuous_action_dim, grasp_action_dim=grasp_action_dim,
-            image_shape=list(image_shape), state_dim=state_dim, encoder=encoder, shared_encoder=shared_encoder,
-            hidden_size=hidden_size, layer_norm=layer_norm, num_critics=num_critics,
-        )  # fmt: skip
-        self.device, self.lr, self.gamma, self.tau = torch.device(device), lr, gamma, tau
-        self.num_sampled_critics, self.backup_entropy = num_sampled_critics, backup_entropy
-        self.bc_weight, self.algorithm, self.init_alpha = bc_weight, algorithm, init_alpha
-        num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]
-        self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
-        self.target_entropy = -0.5 * self.layout.action_dim if target_entropy is None else target_entropy
-        with torch.random.fork_rng(devices=[]):  # initial weights leave the global generator alone
-            torch.manual_seed(seed)
-            self.build(**self.network_config)
-        self.noise_rng = torch.Generator().manual_seed(seed)
+    def __init__(self, encoder, action_dim: int, target_entropy: float, device, args, **heads):
+        super().__init__()
+        net, dropout = (args.hidden_size, args.layer_norm), getattr(args, "dropout", 0.0)
+        qf = QEnsemble(args.num_critics, encoder.dim + action_dim, *net)
+        self.actor = mlp(encoder.dim, 2 * action_dim, *net, dropout)
+        self.critic = nn.ModuleDict(dict(encoder=encoder, qf=qf) | heads)
+        self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
+        self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
+        self.args, self.target_entropy, self.device = args, target_entropy, torch.device(device)
         self.updates = self.skipped_steps = self.skipped_in_a_row = 0
+        self.to(device).eval()  # dropout, where there is some, is for the actor's update alone
+        groups = [*self.critic.parameters()], [*self.actor.parameters(), self.raw_alpha]
+        vectors = [flatten(params) for params in groups]
+        self.flat_critic, self.flat_target = vectors[0], flatten([*self.critic_target.parameters()])
+        self.optimizers = [torch.optim.Adam([vector], args.lr, fused=True) for vector in vectors]
+        self.critic_group, self.actor_group = zip(groups, self.optimizers, strict=True)
 
-    def build(
-        self, image_keys, continuous_action_dim, grasp_action_dim,
-        image_shape, state_dim, encoder, shared_encoder, hidden_size, layer_norm, num_critics,
-    ):  # fmt: skip
-        trunk = Encoder(image_keys, image_shape, state_dim, encoder, shared_encoder)
-        head = (hidden_size, layer_norm)
-        discrete_qf = mlp(trunk.dim, hidden_size, grasp_action_dim, layer_norm) if grasp_action_dim else None
-        self.policy = Policy(trunk, Actor(trunk.dim, continuous_action_dim, *head), discrete_qf, self.layout)
-        self.policy = self.policy.to(self.device)
-        self.qf = QEnsemble(num_critics, trunk.dim, continuous_action_dim, *head).to(self.device)
-        critic = nn.ModuleList([self.policy.encoder, self.qf, *([discrete_qf] if grasp_action_dim else [])])
-        self.critic = critic  # what the critic optimizer trains, and what has a slow copy
-        self.critic_target = copy.deepcopy(critic).requires_grad_(False)
-        self.temperature = Temperature(self.init_alpha).to(self.device)
-        adam = dict(lr=self.lr, fused=True)
-        self.flat_critic, self.flat_target = flatten(critic), flatten(self.critic_target)
-        self.critic_optimizer = torch.optim.Adam([self.flat_critic], **adam)
-        self.actor_optimizer = torch.optim.Adam([flatten(self.policy.actor)], **adam)
-        self.alpha_optimizer = torch.optim.Adam([flatten(self.temperature)], **adam)
-
-    def __deepcopy__(self, memo):
-        raise TypeError("parameters are views of one vector, and a copy's would not be: make an agent and load into it")
+    def alpha(self):
+        return F.softplus(self.raw_alpha)  # stays positive
 
     def noise(self, like):
-        return torch.randn(like.shape, generator=self.noise_rng).to(self.device)
+        return torch.randn(like.shape).to(self.device)  # the same numbers on every device
 
-    def critic_losses(self, batch):
-        """-> features (N,F), critic loss, grasp critic loss, mean Q"""
-        actions, grasps = self.layout.split(batch["actions"])
-        encoder, discrete_qf = self.policy.encoder, self.policy.discrete_qf
-        encoder_target, qf_target = self.critic_target[0], self.critic_target[1]
-        features = encoder(batch["obs"])
+    def policy(self, features):
+        """-> mean (N,C), std (N,C), both before the tanh"""
+        mean, log_std = self.actor(features).chunk(2, -1)
+        return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
+
+    def bellman(self, batch):
+        """-> features (N,F), the same of next_obs, by fast and slow encoder, q_values (E,N), target (N,)"""
+        features = self.critic.encoder(batch["obs"])
         with torch.no_grad():
-            next_features = encoder(batch["next_obs"])
-            next_features_target = encoder_target(batch["next_obs"])
-            mean, std = self.policy.actor(next_features)
+            following = self.critic.encoder(batch["next_obs"])
+            slow = self.critic_target.encoder(batch["next_obs"])
+            mean, std = self.policy(following)
             next_actions, next_logprobs = tanh_normal(mean, std, self.noise(mean))
-            next_q_values = qf_target(next_features_target, next_actions)  # (E,N)
-            if self.num_sampled_critics < len(next_q_values):  # a random subset, as in REDQ (arXiv:2101.05982)
-                chosen = torch.randperm(len(next_q_values), generator=self.noise_rng)[: self.num_sampled_critics]
-                next_q_values = next_q_values[chosen.to(self.device)]
-            bonus = -self.temperature() * next_logprobs if self.backup_entropy else 0.0
-            target = td_target(batch["rewards"], batch["masks"], next_q_values, self.gamma, bonus)
-        q_values = self.qf(features, actions)  # (E,N)
-        critic_loss = (q_values - target).square().mean()
-        grasp_loss = torch.zeros((), device=self.device)
-        if grasps is not None:
-            with torch.no_grad():
-                next_qs = discrete_qf(next_features), self.critic_target[2](next_features_target)  # 2 x (N,G)
-                goal = grasp_target(batch["rewards"], batch["grasp_penalty"], batch["masks"], *next_qs, self.gamma)
-            grasp_q = discrete_qf(features).gather(1, grasps.unsqueeze(1)).squeeze(1)
-            grasp_loss = (grasp_q - goal).square().mean()
-        return features, critic_loss, grasp_loss, q_values.detach().mean()
+            next_q_values = self.critic_target.qf(slow, next_actions)  # (E,N)
+            if self.args.num_sampled_critics < self.args.num_critics:  # as in REDQ (arXiv:2101.05982)
+                chosen = torch.randperm(self.args.num_critics)[: self.args.num_sampled_critics]
+                next_q_values = next_q_values[chosen.to(mean.device)]
+            bonus = -self.alpha() * next_logprobs if self.args.backup_entropy else 0.0
+            rewards = (batch["rewards"], batch["masks"])
+            target = td_target(*rewards, next_q_values, self.args.gamma, bonus)
+        return features, following, slow, self.critic.qf(features, batch["actions"]), target
 
     def actor_losses(self, batch, features):
-        """Features carry no gradient: the critics alone shape the encoder.  -> actor loss, temperature loss, entropy"""
-        mean, std = self.policy.actor(features)
+        mean, std = self.policy(features)
         actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-        q_values = self.qf(features, actions).mean(0)  # differs from SAC: mean, not minimum, as RLPD and HIL-SERL do
-        alpha = self.temperature()
-        actor_loss = (alpha.detach() * logprobs - q_values).mean()
-        if self.bc_weight:
-            actor_loss = actor_loss + self.bc_weight * self.bc_loss(batch, mean)
-        alpha_loss = alpha * (-logprobs.detach().mean() - self.target_entropy)  # more entropy than wanted: cool down
-        return actor_loss, alpha_loss, -logprobs.detach().mean()
-
-    def bc_loss(self, batch, mean):
-        """|tanh(mean) - action|^2, mean over the demo rows"""
-        demo_actions = self.layout.split(batch["actions"])[0]
-        error = (mean.tanh() - demo_actions).square().sum(-1)  # (N,)
-        return (error * batch["is_demo"]).sum() / batch["is_demo"].sum().clamp(min=1)
+        # differs from SAC: the mean of the critics, not their minimum, as RLPD and HIL-SERL do
+        objective = self.alpha().detach() * logprobs - self.critic.qf(features, actions).mean(0)
+        excess = -logprobs.detach().mean() - self.target_entropy  # more than wanted: cool down
+        loss = (batch["actor_weights"] * objective).mean()
+        losses = dict(actor_loss=loss, alpha_loss=self.alpha() * excess)
+        return losses | self.more_actor_losses(batch, mean)
 
     def update(self, batch: dict, full: bool = True) -> dict[str, torch.Tensor]:
-        """One update; `full` includes actor and temperature. A non-finite gradient is counted and goes nowhere."""
-        if self.algorithm == "bc":
-            return self.bc_update(batch)
-        features, critic_loss, grasp_loss, q_values = self.critic_losses(batch)
-        critic, actor = (self.critic, self.critic_optimizer), (self.policy.actor, self.actor_optimizer)
-        applied = apply_gradients(critic_loss + grasp_loss, critic)
-        stats = {"critic_loss": critic_loss.detach(), "q_values": q_values}
-        if self.layout.num_grippers:
-            stats["grasp_critic_loss"] = grasp_loss.detach()
+        """One update; `full` includes actor and temperature. A non-finite gradient goes nowhere."""
+        # no generator has a history; torch.manual_seed does the same for every device and takes longer
+        torch.default_generator.manual_seed(self.args.seed * 1_000_003 + self.updates)
+        features, *following, q_values, target = self.bellman(batch)
+        td_errors = q_values - target  # (E,N)
+        losses = dict(critic_loss=(batch["weights"] * td_errors.square()).mean())
+        losses |= self.more_critic_losses(batch, features, *following, q_values)
+        applied = apply_gradients(sum(losses.values()), self.critic_group)
         if full and applied:
-            actor_loss, alpha_loss, entropy = self.actor_losses(batch, features.detach())
-            applied = apply_gradients(actor_loss + alpha_loss, actor, (self.temperature, self.alpha_optimizer))
-            stats |= {"actor_loss": actor_loss.detach(), "alpha_loss": alpha_loss.detach(), "entropy": entropy}
-            stats["alpha"] = self.temperature().detach()
+            self.actor.train()
+            actor_losses = self.actor_losses(batch, features.detach())
+            self.actor.eval()
+            applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
+            losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
-            polyak(self.flat_target, self.flat_critic, self.tau)
-        return self.count(applied, stats)
-
-    def bc_update(self, batch: dict) -> dict[str, torch.Tensor]:
-        """The baseline without reinforcement learning: regress the arm, classify the gripper, on demo rows."""
-        features = self.policy.encoder(batch["obs"])
-        actor_loss = self.bc_loss(batch, self.policy.actor(features)[0])
-        grasp_loss = torch.zeros((), device=self.device)
-        if self.layout.num_grippers:
-            _, grasps = self.layout.split(batch["actions"])
-            grasp_loss = F.cross_entropy(self.policy.discrete_qf(features)[batch["is_demo"]], grasps[batch["is_demo"]])
-        critic, actor = (self.critic, self.critic_optimizer), (self.policy.actor, self.actor_optimizer)
-        applied = apply_gradients(actor_loss + grasp_loss, critic, actor)
-        return self.count(applied, {"actor_loss": actor_loss.detach(), "grasp_critic_loss": grasp_loss.detach()})
+            polyak(self.flat_target, self.flat_critic, self.args.tau)
+        return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
 
     def count(self, applied: bool, stats: dict) -> dict:
-        self.updates += 1
-        self.skipped_steps += not applied
+        self.updates, self.skipped_steps = self.updates + 1, self.skipped_steps + (not applied)
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
-        return stats if applied else {}
+        if self.skipped_in_a_row == 10:
+            sys.exit("10 gradients in a row were not finite: nothing is learned")
+        return {name: value.detach() for name, value in stats.items()} if applied else {}
 
-    def networks(self) -> dict[str, torch.Tensor]:
-        """A copy of every weight: policy, critics, slow copies, temperature."""
-        modules = nn.ModuleDict({name: getattr(self, name) for name in self.NETWORKS})
-        return {key: weight.detach().cpu().clone() for key, weight in modules.state_dict().items()}
+    def get_extra_state(self):  # state_dict() is then all of the agent
+        counters = (self.updates, self.skipped_steps, self.skipped_in_a_row)
+        return dict(counters=counters, optimizers=[each.state_dict() for each in self.optimizers])
 
-    def load_networks(self, weights: dict[str, torch.Tensor]):
-        nn.ModuleDict({name: getattr(self, name) for name in self.NETWORKS}).load_state_dict(weights)
+    def set_extra_state(self, state):
+        self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(copy.deepcopy(saved))  # it would keep those very tensors
+            optimizer.param_groups[0]["lr"] = self.args.lr  # moments come from the file, the rate does not
 
-    def state_dict(self) -> dict:
-        optimizers = [x.state_dict() for x in (self.critic_optimizer, self.actor_optimizer, self.alpha_optimizer)]
-        counters = [self.updates, self.skipped_steps, self.skipped_in_a_row]
-        state = dict(network_config=self.network_config, networks=self.networks(), optimizers=optimizers)
-        return state | dict(counters=counters, noise_rng=self.noise_rng.get_state())
+
+def grasp_target(rewards, grasp_penalty, masks, next_q_online, next_q_target, gamma):
+    """Double DQN: the online network chooses, the target rates; only here counts the penalty.  (N,)"""
+    assert next_q_online.shape == next_q_target.shape and rewards.shape == grasp_penalty.shape
+    best = next_q_online.argmax(-1, keepdim=True)
+    return rewards + grasp_penalty + gamma * masks * next_q_target.gather(-1, best).squeeze(-1)
+
+
+class SACHybridAgent(SAC):
+    """SAC on images, with grippers and a behaviour-cloning term."""
+
+    def __init__(
+        self, image_keys, continuous_action_dim: int, grasp_action_dim: int = 0, device="cpu",
+        args: Args | None = None, image_shape=(32, 32, 3), state_dim: int = 0,
+    ):  # fmt: skip
+        args, grippers = args or Args(), {0: 0, 3: 1, 9: 2}[grasp_action_dim]
+        torch.manual_seed(args.seed)
+        encoder = Encoder(image_keys, image_shape, state_dim, args.encoder)
+        net = (encoder.dim, grasp_action_dim, args.hidden_size, args.layer_norm)
+        heads = dict(discrete_qf=mlp(*net)) if grippers else {}  # hybrid: grasp
+        layout = ActionLayout(continuous_action_dim + grippers, grippers)
+        entropy = -0.5 * layout.action_dim  # what the temperature steers to
+        super().__init__(encoder, continuous_action_dim, entropy, device, args, **heads)
+        self.layout, self.sizes = layout, (tuple(image_shape), state_dim)
+        self.dims = (list(image_keys), continuous_action_dim, grasp_action_dim)
+
+    def more_critic_losses(self, batch, features, next_features, next_features_target, q_values):
+        if not self.layout.num_grippers:
+            return {}
+        with torch.no_grad():  # hybrid: grasp
+            next_q = self.critic.discrete_qf(next_features)  # (N,G)
+            next_q_target = self.critic_target.discrete_qf(next_features_target)
+            rewards = (batch["rewards"], batch["grasp_penalty"], batch["masks"])
+            target = grasp_target(*rewards, next_q, next_q_target, self.args.gamma)
+        q = self.critic.discrete_qf(features).gather(1, batch["grasps"][:, None]).squeeze(1)
+        return {"grasp_critic_loss": (q - target).square().mean()}
+
+    def more_actor_losses(self, batch, mean):  # hybrid: bc
+        if not self.args.bc_weight:
+            return {}
+        error = (mean.tanh() - batch["actions"]).square().sum(-1)  # (N,), counts on demo rows
+        error = (error * batch["is_demo"]).sum() / batch["is_demo"].sum().clamp(min=1)
+        return {"bc_loss": self.args.bc_weight * error}
+
+    def clone(self, batch: dict) -> dict[str, torch.Tensor]:
+        """--algorithm bc, the baseline: regress the arm, classify the gripper, all rows are demos."""
+        features = self.critic.encoder(batch["obs"])
+        error = (self.policy(features)[0].tanh() - batch["actions"]).square().sum(-1)
+        losses = {"actor_loss": error.mean()}
+        if self.layout.num_grippers:
+            scores = self.critic.discrete_qf(features)
+            losses["grasp_critic_loss"] = F.cross_entropy(scores, batch["grasps"])
+        groups = (self.critic_group, self.actor_group)
+        return self.count(apply_gradients(sum(losses.values()), *groups), losses)
+
+    def acting(self) -> list[nn.Parameter]:
+        """All that acting needs: this is what the learner publishes."""
+        heads = [head for name, head in self.critic.items() if name != "qf"]
+        return [param for module in (self.actor, *heads) for param in module.parameters()]
+
+    @torch.no_grad()
+    def act(self, obs: dict[str, np.ndarray], noise=0.0) -> np.ndarray:
+        """Continuous part at `noise` standard deviations from the mean, best grasp.  -> (A,)"""
+        obs = {key: torch.from_numpy(value)[None].to(self.device) for key, value in obs.items()}
+        features = self.critic.encoder(obs)
+        mean, std = (x[0].cpu().numpy() for x in self.policy(features))
+        action = np.empty(self.layout.action_dim, np.float32)
+        action[self.layout.continuous] = np.tanh(mean + std * noise)
+        if self.layout.num_grippers:
+            best = int(self.critic.discrete_qf(features).argmax(-1))
+            action[self.layout.gripper] = self.layout.grasp_commands(best)
+        return action
+
+    def checkpoint(self) -> dict:
+        agent = copy.deepcopy(self.state_dict())
+        return dict(agent=agent, args=asdict(self.args), dims=self.dims, sizes=self.sizes)
 
     def load(self, checkpoint):
         """A path, or what torch.load made of it. Widths and image sizes come from the file."""
-        if isinstance(checkpoint, str | Path):
-            checkpoint = load_checkpoint(Path(checkpoint))
-        state = checkpoint.get("agent", checkpoint)
-        config = state["network_config"]
-        for name in ("image_keys", "continuous_action_dim", "grasp_action_dim"):
-            if config[name] != self.network_config[name]:
-                raise ValueError(f"the checkpoint has {name} {config[name]}, this agent {self.network_config[name]}")
-        if config != self.network_config:
-            self.network_config = config
-            self.build(**config)
-        self.load_networks(state["networks"])
-        optimizers = (self.critic_optimizer, self.actor_optimizer, self.alpha_optimizer)
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
-        self.noise_rng.set_state(state["noise_rng"])
+        if not isinstance(checkpoint, dict):
+            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        args = Args(**checkpoint["args"])
+        self.__init__(*self.dims, self.device, args, *checkpoint["sizes"])
+        self.load_state_dict(checkpoint["agent"])  # says so if the dims are not these
 
 
 # --- rollout ---
-class Link:
-    """Between the threads: transitions one way, the newest policy the other, and the rule who waits for whom.
-
-    The learner handles environment steps in order. Before step s counts as handled, utd * (s - training_starts) updates
-    are made; an actor may be max_lead steps ahead of that. Whoever fails puts its exception here, and everybody stops.
-    """
-
-    def __init__(self, args: Args, online_rb: FrameBuffer, demo_rb: FrameBuffer, num_actors: int = 1):
-        self.args, self.online_rb, self.demo_rb, self.num_actors = args, online_rb, demo_rb, num_actors
-        self.max_lead = max(args.max_lead, num_actors - 1)  # several actors are never quite in step
-        self.condition = threading.Condition()
-        self.env_steps = self.handled = self.acting = 0
-        self.stopped, self.error = False, None
-        self.weights, self.version = None, 0
-        self.intervention_steps = self.intervention_count = self.num_episodes = 0
-        self.episodes = deque(maxlen=20)  # (return, length, success) of the last ones
-        self.current = {}  # actor -> [return, length, last step was the human's]
-
-    def updates_due(self, env_steps: int) -> int:
-        return math.floor(self.args.utd * max(0, env_steps - self.args.training_starts))
-
-    def publish(self, policy: nn.Module):
-        weights = nn.utils.parameters_to_vector(policy.parameters()).detach().cpu()  # a copy: never half-updated
-        with self.condition:
-            self.weights, self.version = weights, self.version + 1
-
-    def wait_turn(self, version: int):
-        """Actor: waits until a step may be taken.  -> (global_step, version, weights if newer), None at the end"""
-        with self.condition:
-            while not self.stopped:
-                ahead = self.env_steps + self.acting - self.handled
-                if ahead <= self.max_lead and self.env_steps + self.acting < self.args.max_steps:
-                    self.acting += 1  # with several actors: steps promised, but not delivered yet
-                    weights = self.weights if self.version > version else None
-                    return self.env_steps, self.version, weights
-                self.condition.wait(1.0)
-        return None
-
-    def send(self, transition: dict, actor: int = 0):
-        """Actor: one executed step. The human's go into both buffers, the policy's own only into the online one."""
-        self.online_rb.insert(transition)
-        if transition["interventions"]:
-            self.demo_rb.insert(transition)
-        with self.condition:
-            episode = self.current.setdefault(actor, [0.0, 0, False])
-            episode[0] += float(transition["rewards"])
-            episode[1] += 1
-            self.intervention_steps += bool(transition["interventions"])
-            self.intervention_count += bool(transition["interventions"]) and not episode[2]
-            episode[2] = bool(transition["interventions"])
-            if transition["dones"]:
-                self.episodes.append((episode[0], episode[1], float(transition["success"])))
-                self.num_episodes += 1
-                del self.current[actor]
-            self.env_steps += 1
-            self.acting -= 1
-            self.condition.notify_all()
-
-    def wait_step(self, seconds: float = 0.2) -> bool:
-        """Learner: is there a step to handle? Raises what an actor raised."""
-        with self.condition:
-            if not self.stopped and self.error is None and self.env_steps <= self.handled:
-                self.condition.wait(seconds)
-            if self.error is not None:
-                raise self.error
-            return self.env_steps > self.handled
-
-    def step_handled(self):
-        with self.condition:
-            self.handled += 1
-            self.condition.notify_all()
-
-    def stop(self, error: BaseException | None = None):
-        with self.condition:
-            self.stopped, self.error = True, self.error or error
-            self.condition.notify_all()
-
-    def lost(self, actor: int, error: BaseException, had_turn: bool):
-        """An actor process is gone: what it sent is whole and stays, its turn goes to the others."""
-        with self.condition:
-            self.acting -= had_turn
-            self.num_actors -= 1
-            self.current.pop(actor, None)
-            self.condition.notify_all()
-        print(f"actor {actor} is gone ({str(error).splitlines()[0]}); {self.num_actors} left", file=sys.stderr)
-        if not self.num_actors:
-            self.stop(RuntimeError("every actor process is gone"))
-
-    def state_dict(self) -> dict:
-        names = ("handled", "version", "intervention_steps", "intervention_count", "num_episodes")
-        with self.condition:
-            state = {name: getattr(self, name) for name in names}
-            return state | dict(episodes=list(self.episodes), current=copy.deepcopy(self.current), weights=self.weights)
-
-    def load_state_dict(self, state: dict):
-        for name, value in state.items():
-            setattr(self, name, deque(value, maxlen=20) if name == "episodes" else value)
-        self.env_steps = self.handled
+# A transition is one numpy record: stored, compared and sent over the wire as bytes.
+COUNTED = ["interventions", "takeovers", "dones"]
+RESULTS = ["success_rate", "episodic_return", "episodic_length"]  # of the episode so far
+SCALARS = ["rewards", "masks", "grasp_penalty", *COUNTED, *RESULTS]
 
 
 class Robot:
-    """An actor's side: environment, copy of the policy, own random numbers, what it takes to continue an episode."""
+    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1].
 
-    def __init__(self, args: Args, policy: Policy, index: int = 0, env: RobotEnv | None = None):
-        self.args, self.policy, self.index, self.env = args, policy, index, env
-        self.act_rng = torch.Generator().manual_seed(args.seed * 1000 + index)
-        self.random_rng = np.random.default_rng([args.seed, index, 3])
-        self.episode, self.actions, self.probability = 0, [], 0.0
-        self.obs, self.version = None, -1
-        self.layout = policy.layout
-        self.closed = np.zeros(self.layout.num_grippers, bool)
+    An episode is a function of the step at which it began and of the actions since: to resume one,
+    `begin` and repeat them.
+    """
 
-    def reset(self):
-        seed = np.random.SeedSequence([self.args.seed, 4, self.index, self.episode]).generate_state(1)[0]
-        self.obs, self.closed = self.env.reset(int(seed), self.probability), np.zeros_like(self.closed)
-
-    def run(self, link):
-        """The actor's loop, in a thread of the learner's process or as a process of its own."""
-        self.env = self.env or RobotEnv(self.args, human=True)  # here: a renderer belongs to the thread that made it
-        if self.actions:  # resumed inside an episode: the same seed and the same actions lead to the same place
-            self.reset()
-            for action in self.actions:
-                self.obs, *_, human = self.env.step(action)
-                self.note_gripper(action if human is None else human)
-        while (turn := link.wait_turn(self.version)) is not None:
-            global_step, self.version, weights = turn
-            if weights is not None:
-                nn.utils.vector_to_parameters(weights, self.policy.parameters())
-            link.send(self.step(global_step), self.index)
-        self.env.close()
-
-    def note_gripper(self, executed) -> int:
-        toggles, self.closed = gripper_toggles(executed[self.layout.gripper], self.closed)
-        return toggles
-
-    def step(self, global_step: int) -> dict:
-        if self.obs is None:
-            self.probability = max(0.0, 1 - global_step / max(1, self.args.intervention_steps))
-            self.probability *= self.args.intervention_steps > 0
-            self.reset()
-        if global_step < self.args.random_steps:
-            action = self.random_rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
-            if self.layout.num_grippers:
-                action[self.layout.gripper] = self.random_rng.integers(-1, 2, self.layout.num_grippers)
+    def __init__(self, args: Args, human: bool, rank: int = 0, keys=None):
+        self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
+        mode, size = args.setup_mode, MODES[args.setup_mode][0]
+        if self.built_in:
+            self.env = BarWorld(mode, args.human)
+        elif ".py:" in args.env_id:  # the manual's own environment: no base class, no spaces needed
+            path, _, name = args.env_id.rpartition(":")
+            self.env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), size)
         else:
-            action = self.policy.act(self.obs, self.act_rng)
+            self.env = gym.make(args.env_id)
+        getattr(self.env, "unwrapped", self.env).allow_intervention = human
+        space = getattr(self.env, "action_space", gym.spaces.Box(-1, 1, (size,)))
+        flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
+        arms = 2 if mode.startswith("dual") else 1
+        if not flat or space.shape[0] % arms:
+            sys.exit(f"--env-id {args.env_id} has actions {space}: no Box for {mode}")
+        self.layout = ActionLayout(space.shape[0], arms if mode.endswith("learned-gripper") else 0)
+        self.low, self.high = space.low, space.high
+        self.center, self.scale = (self.high + self.low) / 2, (self.high - self.low) / 2
+        self.begin(0)
+        frame = [(key, value.dtype, value.shape) for key, value in self.obs.items()]
+        head = [("obs", frame), ("next_obs", frame), ("actions", np.float32, space.shape)]
+        self.record = np.dtype(head + [(name, np.float32) for name in SCALARS])
+        # what SACHybridAgent wants to know
+        shapes = {key: value.shape for key, value in self.obs.items() if value.ndim == 3}
+        self.dims = (list(shapes), len(self.layout.continuous), self.layout.grasp_dim)
+        state_dim = sum(value.size for value in self.obs.values() if value.ndim == 1)
+        self.sizes, self.obs = (next(iter(shapes.values()), (0, 0, 3)), state_dim), None
+
+    def observe(self, raw) -> dict[str, np.ndarray]:
+        raw, env_id = raw if isinstance(raw, dict) else {"state": raw}, self.args.env_id
+        arrays = {key: np.asarray(value) for key, value in raw.items()}
+        images = self.args.image_keys or [key for key, value in arrays.items() if value.ndim == 3]
+        if any(key not in arrays or arrays[key].dtype != np.uint8 for key in images):
+            sys.exit(f"--env-id {env_id} has {[*arrays]}, not each of {[*images]} as uint8 (H,W,3)")
+        obs = {key: arrays[key][:, :, :3].copy() for key in images}
+        obs |= {k: v.ravel().astype(np.float32) for k, v in arrays.items() if v.ndim < 3}
+        if not all(np.isfinite(value).all() for value in obs.values()):  # else the arm's next action
+            raise ValueError(f"--env-id {env_id} gave an observation that is not finite")
+        return {key: value for key, value in obs.items() if not self.keys or key in self.keys}
+
+    def begin(self, global_step: int, seed: int | None = None):
+        self.start, self.actions, self.total, self.was_human = global_step, [], 0.0, False
+        self.held, fade = np.zeros(self.layout.num_grippers), self.args.intervention_steps  # open
+        if self.built_in:
+            self.env.intervention_probability = max(0, 1 - global_step / fade) if fade else 0
+        key = [self.args.seed, 4, self.rank, global_step]
+        seed = int(np.random.SeedSequence(key).generate_state(1)[0]) if seed is None else seed
+        takes_seed = "seed" in inspect.signature(self.env.reset).parameters
+        self.obs = self.observe(self.env.reset(**(dict(seed=seed) if takes_seed else {}))[0])
+
+    def step(self, action):
+        """-> the record of what was executed, by policy or human"""
+        obs, grippers, wanted = self.obs, self.layout.gripper, np.array(action, np.float64)
+        if not self.built_in:  # its "stay" is a position, not a command
+            wanted[grippers] = hold_grippers(wanted[grippers], self.held)[0]
+        executed = np.clip(self.center + self.scale * wanted, self.low, self.high)
+        raw, reward, terminated, truncated, info = self.env.step(executed.astype(np.float32))
+        if not math.isfinite(reward):
+            raise ValueError(f"--env-id {self.args.env_id} gave the reward {reward}")
         self.actions.append(action)
-        obs = self.obs
-        self.obs, reward, terminated, truncated, success, human = self.env.step(action)
-        executed = action if human is None else human
-        toggles = self.note_gripper(executed)
-        ended = terminated or (truncated and self.args.timeout_terminal)  # a time limit bootstraps from its next_obs
-        transition = dict(obs=obs, actions=executed, rewards=reward, next_obs=self.obs, masks=1.0 - ended)
-        transition |= dict(grasp_penalty=self.args.grasp_penalty * toggles, interventions=human is not None)
-        transition |= dict(dones=terminated or truncated, success=success)
-        if terminated or truncated:
-            self.obs, self.episode, self.actions = None, self.episode + 1, []
-        return transition
+        human = info.get("intervene_action")
+        if is_human := human is not None:
+            human = np.asarray(torch.as_tensor(human).detach().cpu(), np.float32)
+            if human.shape != executed.shape or not np.isfinite(human).all():
+                raise ValueError(f'info["intervene_action"] must be {executed.shape} finite numbers')
+            action = (np.clip(human, self.low, self.high) - self.center) / self.scale
+        self.obs, self.total = self.observe(raw), self.total + reward
+        self.held, toggles = hold_grippers(action[grippers], self.held)
+        # a time limit bootstraps from its next_obs
+        mask = 1.0 - (terminated or (truncated and self.args.timeout_terminal))
+        success = info.get("is_success", info.get("success", terminated and reward > 0))
+        takeover, self.was_human = is_human and not self.was_human, is_human
+        scalars = (reward, mask, self.args.grasp_penalty * toggles, is_human, takeover)
+        scalars += (terminated or truncated, success, self.total, len(self.actions))
+        views = [tuple(view[key] for key in self.record["obs"].names) for view in (obs, self.obs)]
+        return np.array((*views, action, *scalars), self.record)
 
-    def state_dict(self) -> dict:
-        rngs = dict(act_rng=self.act_rng.get_state(), random_rng=self.random_rng.bit_generator.state)
-        actions = torch.from_numpy(np.array(self.actions, np.float32))
-        return dict(episode=self.episode, actions=actions, probability=self.probability, **rngs)
+    def run(self, agent, link):
+        """The actor's loop, in a thread of the learner's process or as a process of its own."""
+        if self.actions and self.built_in:  # resumed inside an episode; nobody moves a real arm so
+            actions = self.actions
+            self.begin(self.start)
+            for action in actions:
+                self.step(action)
+        record, loaded, layout = None, None, self.layout
+        while True:
+            global_step, weights = link.exchange(record)
+            if global_step is None:
+                return
+            if weights is not loaded:
+                nn.utils.vector_to_parameters(weights, agent.acting())
+                loaded = weights
+            if self.obs is None:
+                self.begin(global_step)
+            rng = np.random.default_rng([self.args.seed, 3, self.rank, global_step])
+            if global_step < self.args.random_steps:
+                action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
+                action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
+            else:
+                action = agent.act(self.obs, rng.standard_normal(len(layout.continuous), np.float32))
+            record = self.step(action)
+            if record["dones"]:
+                self.obs, self.actions = None, []
 
-    def load_state_dict(self, state: dict):
-        self.act_rng.set_state(state["act_rng"])
-        self.random_rng.bit_generator.state = state["random_rng"]
-        self.episode, self.probability = state["episode"], state["probability"]
-        self.actions = list(state["actions"].numpy())
-        if self.actions and not self.args.built_in:  # nobody wants a real robot to repeat half an episode
-            self.actions, self.episode = [], self.episode + 1
 
+class Link:
+    """Between the learner and its actors, threads of one process: records one way, turns the other.
 
-class WireLink:
-    """Link of an actor in another process: a flat uint8 tensor a step to rank 0, turn and weights back. No pickles."""
+    A turn is leave to take one step; max_lead + 1 of them are out at a time. `weights` is a copy,
+    replaced and never changed, so that nobody sees half an update.
+    """
 
-    SCALARS = ("rewards", "masks", "grasp_penalty", "interventions", "dones", "success", "filled")
+    def __init__(self):
+        self.records, self.turns, self.threads = queue.Queue(), queue.Queue(), []
 
-    def __init__(self, obs_spec: dict, action_dim: int, num_weights: int, rank: int, group):
-        self.obs_spec, self.action_dim, self.rank, self.group = obs_spec, action_dim, rank, group
-        obs_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in obs_spec.values())
-        self.message = torch.zeros(2 * obs_bytes + 4 * (action_dim + len(self.SCALARS)), dtype=torch.uint8)
-        self.turn = torch.zeros(4, dtype=torch.int64)  # go on, global_step, version, weights follow
-        self.new_weights = torch.zeros(num_weights)
+    def publish(self, agent: SACHybridAgent):
+        self.weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
 
-    def fields(self, transition: dict):
-        """(name of the dict or None, key, array) in the order of the wire"""
-        for name in ("obs", "next_obs"):
-            yield from ((name, key, transition[name][key]) for key in self.obs_spec)
-        yield None, "actions", transition["actions"]
-        yield from ((None, key, transition[key]) for key in self.SCALARS)
+    def exchange(self, record):
+        """Actor: hand over a step, wait for a turn.  -> its global step (None: end), newest weights"""
+        if record is not None:
+            self.records.put(record)
+        return self.turns.get(), self.weights
 
-    def pack(self, transition: dict):
-        parts = []
-        for name, _, value in self.fields(transition | {"filled": 1.0}):
-            value = np.ascontiguousarray(value if name else np.asarray(value, np.float32))
-            parts.append(value.reshape(-1).view(np.uint8))
-        self.message.copy_(torch.from_numpy(np.concatenate(parts)))
-
-    def unpack(self) -> dict:
-        blank = {key: np.zeros(shape, dtype) for key, (shape, dtype) in self.obs_spec.items()}
-        blank = dict(obs=blank, next_obs=blank, actions=np.zeros(self.action_dim, np.float32))
-        blank |= {key: np.zeros((), np.float32) for key in self.SCALARS}
-        transition, raw, at = dict(obs={}, next_obs={}), self.message.numpy(), 0
-        for name, key, value in self.fields(blank):
-            piece = raw[at : at + value.nbytes].copy().view(value.dtype).reshape(value.shape)
-            at += value.nbytes
-            (transition[name] if name else transition)[key] = piece
-        return transition
-
-    def wait_turn(self, version: int):
-        if version < 0:  # the first message carries nothing
-            self.message.zero_()
-        dist.send(self.message, 0, group=self.group)
-        dist.recv(self.turn, 0, group=self.group)
-        go_on, global_step, version, weights_follow = self.turn.tolist()
-        if not go_on:
+    def receive(self):
+        """Learner: the next record, None if there is none yet. Raises what an actor raised."""
+        try:
+            record = self.records.get(timeout=3)
+        except queue.Empty:
             return None
-        if weights_follow:
-            dist.recv(self.new_weights, 0, group=self.group)
-        return global_step, version, self.new_weights.clone() if weights_follow else None
+        if isinstance(record, BaseException):
+            raise record
+        return record
 
-    def send(self, transition: dict, actor: int = 0):
-        self.pack(transition)  # leaves with the next question for a turn
+    def start(self, function, *args):
+        def body():
+            try:
+                function(*args)
+            except BaseException as error:  # also SystemExit: the learner raises it again
+                self.records.put(error)
+
+        self.threads.append(threading.Thread(target=body, daemon=True))
+        self.threads[-1].start()
+
+
+class Wire:
+    """The link of an actor on another rank: bytes of a record to rank 0, turn and weights back."""
+
+    def __init__(self, record: np.dtype, num_weights: int, rank: int, group):
+        self.record, self.peer, self.group, self.weights = record, rank, group, torch.empty(num_weights)
+        self.message = torch.zeros(record.itemsize, dtype=torch.uint8)  # zeros: not a record yet
+        self.turn = torch.zeros(2, dtype=torch.int64)  # global step or -1, are there new weights
+
+    def exchange(self, record):
+        if record is not None:
+            self.message = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
+        dist.send(self.message, 0, self.group)
+        dist.recv(self.turn, 0, self.group)
+        step, newer = self.turn.tolist()
+        if newer:
+            self.weights = torch.empty_like(self.weights)
+            dist.recv(self.weights, 0, self.group)
+        return None if step < 0 else step, self.weights
 
     def serve(self, link: Link):
-        """Rank 0, one thread per actor: stands in for it, so that the rest of the program sees threads only."""
-        version, had_turn = -1, False
-        try:
-            while True:
-                dist.recv(self.message, self.rank, group=self.group)
-                transition = self.unpack()
-                if transition["filled"]:
-                    link.send(transition, self.rank)
-                had_turn = False
-                turn = link.wait_turn(version)
-                if turn is None:
-                    dist.send(torch.zeros(4, dtype=torch.int64), self.rank, group=self.group)
-                    return
-                had_turn = True
-                global_step, version, weights = turn
-                dist.send(torch.tensor([1, global_step, version, weights is not None]), self.rank, group=self.group)
-                if weights is not None:
-                    dist.send(weights, self.rank, group=self.group)
-        except Exception as error:  # the connection broke
-            link.lost(self.rank, error, had_turn)
+        """Rank 0, a thread per actor: stands in for it, so that the learner sees threads only."""
+        step, sent = 0, None
+        while step is not None:
+            dist.recv(self.message, self.peer, self.group)
+            record = np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
+            step, weights = link.exchange(record if record["episodic_length"] else None)
+            reply = torch.tensor([-1 if step is None else step, weights is not sent])
+            dist.send(reply, self.peer, self.group)
+            if weights is not sent:
+                dist.send(weights, self.peer, self.group)
+            sent = weights
 
 
 # --- evaluate ---
-def evaluate_policy(policy: Policy, env: RobotEnv, first_seed: int, num_episodes: int) -> dict[str, float]:
-    """The frozen policy alone: mean action, best grasp, no human, the same episodes for every run."""
-    successes, returns, lengths = [], [], []
+def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_episodes: int):
+    """The frozen policy alone: mean action, the same episodes for every run. An episode in which the
+    environment lets a human act all the same is left out, and counted."""
+    results = []
     for episode in range(num_episodes):
-        obs, done, success = env.reset(first_seed + episode), False, False
-        returns.append(0.0)
-        lengths.append(0)
-        while not done:
-            obs, reward, terminated, truncated, success, _ = env.step(policy.act(obs))
-            returns[-1] += reward
-            lengths[-1] += 1
-            done = terminated or truncated
-        successes.append(success)
-    means = [float(np.mean(values)) if values else math.nan for values in (successes, returns, lengths)]
-    return dict(zip(("eval/success_rate", "eval/episodic_return", "eval/episodic_length"), means, strict=True))
+        robot.begin(0, seed=first_seed + episode)
+        record, by_human = {"dones": False}, False
+        while not record["dones"]:
+            record = robot.step(agent.act(robot.obs))
+            by_human = by_human or record["interventions"]
+        results += [] if by_human else [[float(record[name]) for name in RESULTS]]
+    if helped := num_episodes - len(results):
+        print(f"eval: a human took over in {helped} of {num_episodes} episodes, these do not count")
+    if not results:  # nobody can say how good the policy is
+        return {}
+    success, _, length = results = np.array(results).T
+    metrics = dict(zip([f"eval/{name}" for name in RESULTS], results.mean(1).tolist(), strict=True))
+    steps = float(length[success > 0].mean()) if success.any() else math.nan
+    return metrics | {"eval/steps_to_success": steps}
 
 
 # --- run folder ---
-class Writer:
-    """metrics.jsonl, wandb, the progress line. Opens at the first log: a run that fails its checks leaves nothing."""
+class Run:
+    """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
 
-    def __init__(self, args, run_dir: Path, total: int, enabled: bool = True):
-        self.args, self.run_dir, self.enabled = args, run_dir, enabled
-        self.opened, self.wandb = False, None
-        self.started = time.time()
+    def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+        self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
+        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
+        self.enabled, self.wandb = enabled, None  # one process of torchrun writes
         self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
-        self.total, self.every = total, max(1, total // 15)
+        if enabled:
+            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
+            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
+            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
+            (self.dir / "metrics.jsonl").write_text("".join(lines))
+        if enabled and args.track:
+            import wandb
 
-    def write(self, name: str, text: str, mode: Literal["w", "a"] = "w"):
-        """A file of the run folder. A full disk or a folder that cannot be made ends the run with one line."""
-        if not self.enabled:
-            return
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            with open(self.run_dir / name, mode) as file:
-                file.write(text)
-        except OSError as error:
-            fail(f"cannot write {self.run_dir / name}: {error.strerror}", code=1)
+            where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
+            self.wandb = wandb.init(**where, config=config, resume="allow")
 
-    def log(self, metrics: dict[str, float], global_step: int):
-        if not self.enabled:
-            return
-        if not self.opened:
-            self.write("args.json", json.dumps(asdict(self.args), indent=2) + "\n")
-            if self.args.track:
-                import wandb
-
-                whose = dict(project=self.args.wandb_project_name, entity=self.args.wandb_entity)
-                self.wandb = wandb.init(**whose, name=self.run_dir.name, config=asdict(self.args), dir=self.run_dir)
-            self.opened = True
-        row = {"global_step": global_step, "time": round(time.time() - self.started, 3)}
-        row |= {key: value if math.isfinite(value) else None for key, value in metrics.items()}  # JSON knows no NaN
-        self.write("metrics.jsonl", json.dumps(row) + "\n", "a")
+    def log(self, metrics: dict):
+        row = metrics | {"time": round(time.time() - self.start, 3)}
+        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
+        self.rows.append(row)
+        if self.enabled:
+            with open(self.dir / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(row) + "\n")
         if self.wandb:
-            self.wandb.log(metrics, step=global_step)
+            self.wandb.log(row, step=row["global_step"])
 
     def status(self, line: str, done: int):
-        """The numbers a person watches: behind the bar on a terminal, else a plain line now and then."""
+        """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        if self.enabled and self.bar.disable and (done % self.every == 0 or done == self.total):
+        due = done % max(1, self.total // 15) == 0 or done == self.total
+        if self.enabled and self.bar.disable and due:
             print(f"[{done}/{self.total}] {line}", flush=True)
 
-    def close(self, summary: dict, curves: list[str]):
+    def close(self, xlabel: str, panels: dict[str, list[str]]):
+        """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if not self.enabled:
-            return
-        self.write("summary.json", json.dumps(summary, indent=2) + "\n")
-        plot_curves(self.run_dir, curves)
+        if self.enabled:
+            from matplotlib.figure import Figure
+
+            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+            height = math.ceil(len(panels) / 4)
+            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+            for i, (title, keys) in enumerate(panels.items(), 1):
+                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
+                for key in keys:
+                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
+                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
+                axis.legend()
+            figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
 
-def plot_curves(run_dir: Path, keys: list[str]):
-    """curves.png: one panel per key of metrics.jsonl, against global_step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    figure = Figure(figsize=(12, 2.8 * math.ceil(len(keys) / 3)), layout="tight")
-    for i, key in enumerate(keys, 1):
-        axis = figure.add_subplot(math.ceil(len(keys) / 3), 3, i)
-        points = [(row["global_step"], row[key]) for row in rows if row.get(key) is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="o" if len(points) < 12 else None)
-        axis.set_title(key, fontsize=10)
-        axis.grid(alpha=0.3)
-    FigureCanvasAgg(figure).print_png(run_dir / "curves.png")
-
-
-def pick_device(name: str) -> torch.device:
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(kind for kind in available if available[kind])
-    if not available[name]:
-        fail(f"--device {name} is not available here; allowed: auto, {', '.join(k for k in available if available[k])}")
-    return torch.device(name)
-
-
 def save_checkpoint(path: Path, state: dict):
-    """Whole or not at all: temporary file, fsync, rename. A kill at any moment leaves the previous checkpoint good."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # the rename itself must survive a power cut, too
-        os.close(folder)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        temporary.unlink(missing_ok=True)
-        fail(f"cannot write checkpoint {path}: {str(error).splitlines()[0]}; what was saved before is intact", code=1)
+    """Whole or not at all: a kill at any moment leaves the previous checkpoint good."""
+    torch.save(state, f"{path}.tmp")
+    os.replace(f"{path}.tmp", path)
 
 
-def load_checkpoint(path: Path) -> dict:
-    """Tensors and plain values only: a checkpoint from somebody else cannot run code."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        fail(f"checkpoint {path} does not exist")
-    except Exception as error:  # truncated zip, foreign pickle, wrong magic: many types, one meaning
-        fail(f"checkpoint {path} is damaged or not one of ours: {(str(error) or repr(error)).splitlines()[0]}")
+def catch_signals() -> list[int]:
+    """SIGINT and SIGTERM go into this list: finish the step, save, end. A second one ends at once."""
+    received = []
+
+    def handle(number, frame):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        print("finishing this step, then saving; once more: end now", file=sys.stderr)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return received
 
 
-class StopSignal:
-    """SIGINT or SIGTERM: finish what is under way, save, end. The second one ends at once."""
-
-    def __init__(self):
-        self.received = None
-        self.previous = {}
-        if threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self.handle) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(self, number, frame):
-        if self.received is not None:
-            os._exit(128 + number)
-        self.received = number
-        print(f"{signal.Signals(number).name}: finishing this step, then saving; again: end now", file=sys.stderr)
-
-    def restore(self):
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+def means(window: list[dict]) -> dict[str, float]:
+    """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
+    names = dict.fromkeys(name for stats in window for name in stats)
+    columns = {name: [stats[name] for stats in window if name in stats] for name in names}
+    # a resumed run has read the older ones to the CPU
+    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
+    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
 
 
 def keep_memory():
-    """glibc gives blocks over 128 kB back to the kernel at once and asks again: half the time of a small conv net."""
-    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**28)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-
-
-def newest_checkpoint(args: Args) -> Path | None:
-    """What --resume means: a file, or for auto the highest step of this run or of the last of this name and seed."""
-    if args.resume != "auto" and not (args.resume and Path(args.resume).is_dir()):
-        return Path(args.resume) if args.resume else None
-    runs = sorted(Path("runs").glob(f"{args.exp_name}__{args.seed}__*"), key=lambda path: path.stat().st_mtime)
-    folders = [run / "checkpoints" for run in reversed(runs)]  # the newest may have been killed before it saved
-    if args.resume != "auto":
-        folders = [Path(args.resume), Path(args.resume) / "checkpoints"]
-    elif args.save_dir or args.run_dir:
-        folders = [Path(args.save_dir or Path(args.run_dir) / "checkpoints")]
-    for folder in folders:
-        found = [path for path in folder.glob("checkpoint_*.pth") if path.stem[11:].isdigit()]
-        if found:
-            return max(found, key=lambda path: int(path.stem[11:]))
-    if args.resume != "auto":
-        fail(f"--resume {args.resume}: there is no checkpoint in this folder")
-    print(f"nothing to resume in {', '.join(map(str, folders)) or 'runs/'}: starting fresh", flush=True)
-    return None
-
-
-def check_folder(option: str, folder: Path):
-    """A folder that cannot be made is found now, not when the first checkpoint is due."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        fail(f"--{option} {folder} is not allowed: {there} is not a folder that can be written to")
-
-
-def check_same_run(args: Args, saved: dict, path: Path):
-    """A resumed run may be longer or log more often; whatever else differs would make it another run.
-
-    What is spread over the length of a run (priority_beta's way to 1) is then spread over the new length.
-    """
-    free = "run_dir save_dir resume max_steps save_every save_buffers device num_threads log_interval track".split()
-    free += ["online_steps", "wandb_project_name", "wandb_entity", "exp_name", "report_episodes", "test", "create_data"]
-    for name, value in asdict(args).items():
-        if name not in saved:
-            fail(f"--resume {path} is not a checkpoint of this script: it has no {name}")
-        if name not in free and saved[name] != value:
-            option = f"--{name.replace('_', '-')} {value}"
-            fail(f"{option} is not allowed: it must be {saved[name]} as in the checkpoint {path}")
-
-
-def cut_back(path: Path, global_step: int):
-    """Drop the rows of metrics.jsonl that the resumed run will write again, and a half-written last one."""
-    if path.exists():
-        rows = [line for line in path.read_text().splitlines() if line.endswith("}")]
-        rows = [line for line in rows if json.loads(line)["global_step"] <= global_step]
-        path.with_suffix(".tmp").write_text("".join(row + "\n" for row in rows))
-        os.replace(path.with_suffix(".tmp"), path)  # killed here, too, nothing is lost
-
-
-def drop_later(folder: Path, step: int):
-    """Delete what was saved after the resumed step: auto would take that branch, which is given up, for the newest.
-
-    Lowest first, buffers last: killed on the way, the newest of it is still whole, with its metrics, or none is left.
-    """
-    for kind in ("checkpoint", "buffers"):
-        steps = {path: path.stem[len(kind) + 1 :] for path in folder.glob(f"{kind}_*.pth")}
-        later = {path: int(number) for path, number in steps.items() if number.isdigit() and int(number) > step}
-        for path in sorted(later, key=later.get):
-            path.unlink()
-            print(f"dropped {path}, saved after step {step}", flush=True)
+    """glibc gives blocks over 128 kB back at once and asks again: half the time of a small conv net."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # other C libraries have none
+    mallopt(-3, 2**28)  # M_MMAP_THRESHOLD
+    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 # --- main ---
-def create_test_data(args: Args) -> list[str]:
-    paths = []
-    for name, num_demos in (("success", args.num_demos or 50), ("failure", 5)):
-        paths.append(f"test_data/{name}_demo.pkl")
-        transitions = make_demos(args, num_demos, args.seed, success=name == "success")
-        temporary = Path(paths[-1] + ".tmp")
-        try:
-            temporary.parent.mkdir(exist_ok=True)
-            temporary.write_bytes(pickle.dumps(transitions))
-            os.replace(temporary, paths[-1])  # whole or not at all
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            fail(f"cannot write {paths[-1]}: {error.strerror}", code=1)
-        print(f"{paths[-1]}: {num_demos} episodes, {len(transitions)} transitions, {args.setup_mode}")
-    return paths
-
-
-def quick_test(args: Args) -> dict[str, float]:
-    """A check-up: demos are written and read back, a short run trains, its model is loaded and acts the same."""
-    with tempfile.TemporaryDirectory() as folder:
-        demos = Path(folder) / "demo.pkl"
-        demos.write_bytes(pickle.dumps(make_demos(args, 5, args.seed)))
-        env = RobotEnv(args)
-        print(f"ok  demo file: {len(read_demos(str(demos), env, args.grasp_penalty))} transitions")
-        options = {name: value for name, value in asdict(args).items() if name not in ("built_in", "test")}
-        metrics = main(Args(**options | dict(run_dir=folder + "/run", save_dir=None, demo_paths=(str(demos),))))
-        print(f"ok  training: {args.max_steps} environment steps, {metrics['charts/updates']:.0f} updates")
-        layout = env.layout
-        images = [key for key in env.obs_spec if key != "state"]
-        agents = [SACHybridAgent(images, len(layout.continuous), layout.grasp_dim, "cpu", seed=seed) for seed in (1, 2)]
-        for agent in agents:
-            agent.load(folder + "/run/checkpoints/final_model.pth")
-        obs = env.reset(0)
-        assert (agents[0].policy.act(obs) == agents[1].policy.act(obs)).all()
-        print("ok  final_model.pth: loaded twice, acts the same")
-    return metrics
+def create_data(args: Args) -> dict:
+    """Writes the manual's two files of test data.  -> the options that train on them"""
+    paths = ("test_data/success_demo.pkl", "test_data/failure_demo.pkl")
+    Path("test_data").mkdir(exist_ok=True)
+    for path, number in zip(paths, (args.num_demos or 10, 5), strict=True):
+        Path(path).write_bytes(pickle.dumps(make_demos(args, number, success=path == paths[0])))
+        print(f"{path}: {number} episodes, {args.setup_mode}")
+    return dict(demo_paths=paths[:1], failure_paths=paths[1:], num_demos=0, test=None)
 
 
 def main(args: Args) -> dict[str, float]:
-    if args.create_data:
-        create_test_data(args)
-        return {}
-    if args.test == "quick":
-        return quick_test(args)
-    if args.num_threads:
-        torch.set_num_threads(args.num_threads)
+    if args.test == "quick":  # demos, a short run, its model
+        short = dict(max_steps=60, training_starts=20, eval_episodes=2, report_episodes=2, test=None)
+        with tempfile.TemporaryDirectory() as folder:
+            return main(replace(args, **short, run_dir=f"{folder}/run"))
+    if args.create_data or args.test == "full":
+        args = replace(args, **create_data(args))
+        if args.create_data:
+            return {}
+    torch.set_num_threads(args.num_threads)
     keep_memory()
+    best = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(best if args.device == "auto" else args.device)
+    stop = catch_signals()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    checkpoint_path = newest_checkpoint(args)
-    saved = load_checkpoint(checkpoint_path) if checkpoint_path and rank == 0 else None
-    if saved is not None and not (isinstance(saved, dict) and "run_dir" in saved):
-        fail(f"--resume {checkpoint_path} holds a policy, not a run: a checkpoint_*.pth is needed")
-    run_dir = args.run_dir or (saved["run_dir"] if saved else None)
-    run_dir = Path(run_dir or f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
-    save_dir = Path(args.save_dir or run_dir / "checkpoints")
-    goes_on = args.resume and (saved is None or checkpoint_path.resolve().parent == save_dir.resolve())
-    if rank == 0 and not goes_on and (run_dir / "metrics.jsonl").exists():
-        fail(f"--run-dir {run_dir} holds a run already: choose another folder")
-    if rank == 0 and args.resume and not saved:
-        cut_back(run_dir / "metrics.jsonl", -1)  # killed before its first checkpoint
-    for name, folder in (("run-dir", run_dir), ("save-dir", save_dir)):
-        check_folder(name, folder)
-    device = pick_device(args.device)
-    env = RobotEnv(args)  # for evaluation: no human in it
-    layout, image_keys = env.layout, [key for key in env.obs_spec if key != "state"]
-    shapes = {env.obs_spec[key][0] for key in image_keys} or {(32, 32, 3)}
-    if len(shapes) > 1:
-        fail(f"--image-keys {' '.join(image_keys)} have the sizes {sorted(shapes)}: one size is needed")
-    if args.test == "full" and rank == 0 and not args.demo_paths:
-        args.demo_paths = tuple(create_test_data(args)[:1])
-    if saved:
-        check_same_run(args, saved["args"], checkpoint_path)
-    check_memory(args, env.obs_spec)
-    options = "encoder shared_encoder hidden_size layer_norm num_critics num_sampled_critics lr gamma tau init_alpha"
-    options += " target_entropy backup_entropy bc_weight algorithm seed"
-    options = {name: getattr(args, name) for name in options.split()}
-    options |= dict(image_shape=shapes.pop(), state_dim=env.obs_spec.get("state", ((0,),))[0][0])
-    agent = SACHybridAgent(image_keys, len(layout.continuous), layout.grasp_dim, device, **options)
-
-    # torchrun: rank 0 learns, the others act; each has its own pair group, so that no actor waits for another
-    wires = []
+    files = {path: load_columns(path) for path in (*args.demo_paths, *args.failure_paths)}
+    if args.num_demos:
+        files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
+    judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
+    judge = Robot(args, human=not judged)
+    names = [name for columns in files.values() for name in columns if name.startswith("observations")]
+    known = {name.partition("/")[2] or "state" for name in names}
+    if known and (unknown := set(judge.record["obs"].names) - known):
+        print(f"the demos do not have {unknown}: the policy does not see it, either")
+        judge = Robot(args, human=not judged, keys=known)
+    robot = Robot(args, human=True, rank=rank, keys=judge.keys) if judged else judge
+    agent = SACHybridAgent(*judge.dims, device, args, *judge.sizes)
+    actor = SACHybridAgent(*judge.dims, "cpu", args, *judge.sizes)
+    needed = 2 * args.buffer_size * judge.record["obs"].itemsize
+    if needed > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        sys.exit(f"--buffer-size {args.buffer_size}: {needed / 1e9:.1f} GB of frames do not fit")
+    wires, count = [], sum(param.numel() for param in agent.acting())
     if world > 1:
-        dist.init_process_group("gloo", timeout=timedelta(minutes=10))
-        num_weights = sum(param.numel() for param in agent.policy.parameters())
-        groups = [dist.new_group([0, other]) for other in range(1, world)]
-        wires = [WireLink(env.obs_spec, layout.action_dim, num_weights, i, group) for i, group in enumerate(groups, 1)]
+        dist.init_process_group("gloo")
+    for other in range(1, world):  # a group for each pair, so that no actor waits for another
+        wires.append(Wire(judge.record, count, other, dist.new_group([0, other])))
     if rank > 0:
-        stop_signal = StopSignal()  # the learner decides when to end
-        Robot(args, agent.policy.cpu(), index=rank).run(wires[rank - 1])
-        stop_signal.restore()
+        robot.run(actor, wires[rank - 1])
         dist.destroy_process_group()
         return {}
+    online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
+    for path, columns in files.items():
+        rb = online_rb if path in args.failure_paths else demo_rb
+        for record in read_demos(path, columns, judge):
+            rb.insert(record)
+        if rb.used == args.buffer_size:
+            sys.exit(f"--buffer-size {args.buffer_size} is less than {path} needs")
+    link, best, best_score, window, rows, metrics = Link(), None, [-1.0], [], [], {}
+    step, helped, totals, episodes = 0, 0, [0, 0, 0], []  # human's steps, takeovers, episodes
+    path = Path(args.run_dir or "") / "latest.pth"
+    if args.resume and path.exists():
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
+        print(f"resuming {path}, with changed options: {changed}")
+        agent.load_state_dict(saved["agent"])
+        best, best_score, window, rows, step, helped, totals, episodes = saved["progress"]
+        robot.start, robot.actions = saved["episode"][0], list(saved["episode"][1].numpy())
+        for rb, state in zip((online_rb, demo_rb), saved["buffers"], strict=False):
+            rb.load_state_dict(state)
+    run = Run(args, args.max_steps, rows, exist_ok=args.resume)
+    save_dir, spent = Path(args.save_dir or run.dir), [0.0, 0.0]  # seconds acting, learning
+    save_dir.mkdir(parents=True, exist_ok=True)
 
-    online_rb = FrameBuffer(args.buffer_size, env.obs_spec, layout.action_dim)
-    demo_rb = FrameBuffer(args.demo_buffer_size, env.obs_spec, layout.action_dim)
-    link = Link(args, online_rb, demo_rb, num_actors=max(1, world - 1))
-    sample_rng = np.random.default_rng([args.seed, 5])  # one per purpose: more draws of one leave the other alone
-    augment_rng = torch.Generator().manual_seed(args.seed + 1)
-    never_judged = not (args.built_in or args.eval_episodes or args.report_episodes)  # a real arm exists once
-    robot = Robot(args, copy.deepcopy(agent.policy).cpu(), env=env if never_judged else None) if world == 1 else None
+    def save():
+        state = agent.checkpoint()
+        save_checkpoint(save_dir / f"checkpoint_{step}.pth", state)
+        progress = (best, best_score, window, run.rows, step, helped, totals, episodes)
+        episode = (robot.start, torch.from_numpy(np.array(robot.actions, np.float32)))
+        buffers = [rb.state_dict() for rb in (online_rb, demo_rb)] if args.save_buffers else []
+        state |= dict(progress=progress, episode=episode, buffers=buffers)
+        save_checkpoint(run.dir / "latest.pth", state)
 
-    demos = [demo for path in args.demo_paths for demo in read_demos(path, env, args.grasp_penalty)]
-    if not args.demo_paths and args.num_demos:
-        with tempfile.TemporaryDirectory() as folder:  # through a file, as a user's own demos
-            path = Path(folder) / "demos.pkl"
-            path.write_bytes(pickle.dumps(make_demos(args, args.num_demos, args.seed)))
-            demos = read_demos(str(path), env, args.grasp_penalty)
-    if len(demos) >= args.demo_buffer_size / 2:
-        size = f"--demo-buffer-size {args.demo_buffer_size} is not allowed"
-        fail(f"{size}: it must be more than {2 * len(demos)}, twice the transitions of the demos")
-    for demo in demos:
-        demo_rb.insert(demo)
-
-    best, best_score = None, (-1.0, -math.inf)
-    last_interventions = (0, 0)  # environment steps, human's steps at the last log line
-    sums, counts = {}, {}  # metric -> sum and number since the last log line; tensors: nothing waits for the device
-    if saved:
-        agent.load(saved)
-        link.load_state_dict(saved["link"])
-        sample_rng.bit_generator.state = saved["sample_rng"]
-        augment_rng.set_state(saved["augment_rng"])
-        best, best_score, sums, counts = saved["best"], saved["best_score"], saved["sums"], saved["counts"]
-        last_interventions = saved["last_interventions"]
-        if robot and saved["robot"]:
-            robot.load_state_dict(saved["robot"])
-        if not (robot and robot.actions):  # the half episode is not continued: its return must not enter the next one
-            link.current = {}
-        if saved["buffers"] and checkpoint_path.with_name(saved["buffers"]).exists():
-            buffers = load_checkpoint(checkpoint_path.with_name(saved["buffers"]))
-            online_rb.load_state_dict(buffers["online_rb"])
-            demo_rb.load_state_dict(buffers["demo_rb"])
-        else:
-            print("no buffers beside this checkpoint: it learns from the demos and from what comes", flush=True)
-        if checkpoint_path.parent.resolve() == save_dir.resolve():
-            drop_later(save_dir, link.handled)
-        cut_back(run_dir / "metrics.jsonl", link.handled)
-        print(f"resumed {checkpoint_path}: {link.handled} environment steps, {agent.updates} updates", flush=True)
-
-    def save(step: int):
-        name = f"buffers_{step}.pth" if args.save_buffers else None
-        if name:  # before the checkpoint that refers to it; only the newest is kept
-            save_checkpoint(save_dir / name, dict(online_rb=online_rb.state_dict(), demo_rb=demo_rb.state_dict()))
-        state = dict(agent=agent.state_dict(), link=link.state_dict() | {"handled": step})
-        state |= dict(robot=robot.state_dict() if robot else None, last_interventions=last_interventions)
-        state |= dict(sample_rng=sample_rng.bit_generator.state, augment_rng=augment_rng.get_state())
-        state |= dict(best=best, best_score=best_score, sums=sums, counts=counts, buffers=name)
-        save_checkpoint(save_dir / f"checkpoint_{step}.pth", state | dict(args=asdict(args), run_dir=str(run_dir)))
-        for old in save_dir.glob("buffers_*.pth") if name else ():
-            if old.name != name:
-                old.unlink()
-
-    writer = Writer(args, run_dir, total=args.max_steps)
-    metrics, scores = {}, {"eval/success_rate": 0.0}
-    if not saved:
-        scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
-        if args.eval_episodes:
-            writer.log(scores, 0)
-        link.publish(agent.policy)
-    start_step, start_updates = link.handled, agent.updates
-    start_time = rollout_start = time.time()
-    rollout_time = update_time = all_updates_time = 0.0  # the first two: seconds since the last log line
-
-    def act():
-        try:
-            robot.run(link)
-        except BaseException as error:  # also SystemExit: the learner raises it again
-            link.stop(error)
-
-    threads = [threading.Thread(target=act, daemon=True)] if robot else []
-    threads += [threading.Thread(target=wire.serve, args=(link,), daemon=True) for wire in wires]
-    stop_signal = StopSignal()
+    link.publish(agent)
+    for act in [wire.serve for wire in wires] or [lambda link: robot.run(actor, link)]:
+        link.start(act, link)
+    turns = iter([*range(step, args.max_steps), *[None] * (args.max_lead + world)])
+    for _ in range(max(args.max_lead + 1, world - 1)):
+        link.turns.put(next(turns))
     try:
-        for thread in threads:
-            thread.start()
-        while link.handled < args.max_steps:
-            # 1 collect: the actors do, see Robot.run
-            if not link.wait_step():
-                if stop_signal.received and time.time() - rollout_start > 5:  # a robot that hangs must not cost the run
-                    save(link.handled)
-                    break
+        while step < args.max_steps and not stop:
+            # 1 collect: the actors do, see Robot.run; the human's steps go into both buffers
+            started = time.time()
+            if (record := link.receive()) is None:
                 continue
-            step = link.handled + 1
+            for rb in (online_rb, demo_rb) if record["interventions"] else (online_rb,):
+                rb.insert(record)
+            totals = [total + int(record[k]) for total, k in zip(totals, COUNTED, strict=True)]
+            if record["dones"]:
+                episodes = [*episodes[-19:], [float(record[name]) for name in RESULTS]]
+            step, last, row = step + 1, step + 1 == args.max_steps, {}
+            spent[0], started = spent[0] + time.time() - started, time.time()
 
             # 2 update
-            update_start = time.time()
-            rollout_time += update_start - rollout_start
-            while agent.updates < link.updates_due(step):
-                ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
-                batch = sample_batch(online_rb, demo_rb, args.batch_size, ratio, sample_rng, device)
-                if args.augment_pad:
-                    for obs in (batch["obs"], batch["next_obs"]):
-                        obs |= {key: random_shift(obs[key], args.augment_pad, augment_rng) for key in image_keys}
-                stats = agent.update(batch, full=(agent.updates + 1) % args.cta_ratio == 0)
-                stats |= {"demo_rows": batch["is_demo"].sum(), "online_rows": (~batch["is_demo"]).sum()}
-                for name, value in stats.items():
-                    sums[name], counts[name] = sums.get(name, 0) + value, counts.get(name, 0) + 1
-                if agent.skipped_in_a_row >= args.max_skipped_steps:
-                    fail(f"{agent.skipped_in_a_row} gradients in a row were not finite (step {step})", code=1)
-                if agent.updates % args.publish_every == 0:
-                    link.publish(agent.policy)
-            update_time += time.time() - update_start
+            while agent.updates < math.floor(args.utd * max(0, step - args.training_starts)):
+                batch = sample_batch(args, online_rb, demo_rb, agent.layout, agent.updates, device)
+                if args.algorithm == "bc":
+                    stats = agent.clone(batch)
+                else:  # critic-only updates, then a full one
+                    stats = agent.update(batch, full=(agent.updates + 1) % args.cta_ratio == 0)
+                    stats.pop("td_errors", None)
+                demo_rows = batch["is_demo"].float().sum()
+                stats |= {"buffer/demo_rows": demo_rows, "buffer/online_rows": args.batch_size - demo_rows}
+                window.append(stats)
+            link.publish(agent)
+            spent[1] += time.time() - started
 
             # 3 log
-            if step % args.log_interval == 0 or step == args.max_steps:
-                all_updates_time += update_time
-                metrics = {f"losses/{name}": float(sums[name]) / counts[name] for name in sums if "rows" not in name}
-                metrics |= {f"buffer/{name}": float(sums[name]) / counts[name] for name in sums if "rows" in name}
-                sums, counts = {}, {}
-                last_step, last_steps = last_interventions
-                metrics |= {
+            if step % args.log_interval == 0 or last:
+                row = {name if "/" in name else f"losses/{name}": v for name, v in means(window).items()}
+                steps = (step - 1) % args.log_interval + 1  # since the last line
+                row |= {
+                    "charts/intervention_rate": (totals[0] - helped) / steps,
+                    "charts/intervention_steps": totals[0],
+                    "charts/intervention_count": totals[1],
+                    "charts/episodes": totals[2],
+                    "charts/updates": agent.updates,
+                    "charts/SPS": step / (time.time() - run.start),
                     "losses/skipped_steps": agent.skipped_steps,
                     "buffer/online_size": len(online_rb),
                     "buffer/demo_size": len(demo_rb),
-                    "charts/intervention_rate": (link.intervention_steps - last_steps) / max(1, step - last_step),
-                    "charts/intervention_steps": link.intervention_steps,
-                    "charts/intervention_count": link.intervention_count,
-                    "charts/episodes": link.num_episodes,
-                    "charts/updates": agent.updates,
-                    "charts/SPS": (step - start_step) / (time.time() - start_time),
-                    "charts/UPS": (agent.updates - start_updates) / max(1e-9, all_updates_time),
-                    "time/rollout": rollout_time,
-                    "time/update": update_time,
+                    "time/rollout": spent[0],
+                    "time/update": spent[1],
                 }
-                rollout_time = update_time = 0.0
-                if link.episodes:
-                    means = [float(x) for x in np.mean(link.episodes, 0)]
-                    names = ("charts/episodic_return", "charts/episodic_length", "charts/success_rate")
-                    metrics |= dict(zip(names, means, strict=True))
-                last_interventions = (step, link.intervention_steps)
-                writer.log(metrics, step)
+                for name, values in zip(RESULTS, zip(*episodes, strict=True), strict=False):
+                    row[f"charts/{name}"] = float(np.mean(values))
+                window, helped, spent = [], totals[0], [0.0, 0.0]
 
             # 4 evaluate: one set of episodes chooses the policy, another judges it at the end
-            judged = step == args.max_steps or (args.eval_every and step % args.eval_every == 0)
-            if judged and args.eval_episodes:
-                scores = evaluate_policy(agent.policy, env, 10_000, args.eval_episodes)
-                writer.log(scores, step)
-                if (scores["eval/success_rate"], scores["eval/episodic_return"]) >= best_score:
-                    best, best_score = agent.networks(), (scores["eval/success_rate"], scores["eval/episodic_return"])
-            human = metrics.get("charts/intervention_rate", 0.0)
-            writer.status(f"success {scores['eval/success_rate']:.2f} human {human:.2f}", done=step)
+            if args.eval_episodes and (last or (args.eval_every and step % args.eval_every == 0)):
+                row |= evaluate_robot(agent, judge, 10_000, args.eval_episodes)
+                score = [row.get(f"eval/{name}", -math.inf) for name in RESULTS]
+                score[2] *= -1  # as good, and faster
+                if score >= best_score:
+                    best, best_score = agent.checkpoint()["agent"], score
+            if row:
+                run.log({"global_step": step} | row)
+                metrics |= run.rows[-1]
+            shown = [f"{k.split('/')[1]} {metrics[k]:.3g}" for k in WATCHED if metrics.get(k) is not None]
+            run.status(" ".join(shown), step)
 
-            # 5 save
-            due = args.save_every and step % args.save_every == 0
-            stopping = stop_signal.received is not None  # read once: what ends here has been saved
-            if due or step == args.max_steps or stopping:
-                save(step)
-            rollout_start = time.time()
-            link.step_handled()  # not before: the actor waits, so the checkpoint is of one moment
-            if stopping:
-                break
+            # 5 save, before the actor may go on: the checkpoint is of one moment
+            if last or step % args.save_every == 0:
+                save()
+            if not stop:
+                link.turns.put(next(turns, None))
+    except BaseException:  # an arm that fails must not cost what was learned
+        save()
+        raise
     finally:
-        link.stop()
-        for thread in threads:
+        for thread in link.threads:
+            link.turns.put(None)
+        for thread in link.threads:
             thread.join(timeout=5)
-        stop_signal.restore()
 
-    if link.handled < args.max_steps:  # stopped by a signal
-        writer.bar.close()
-        env.close()
-        if world > 1:
-            dist.destroy_process_group()
-        where = f"--run-dir {run_dir}" + (f" --save-dir {save_dir}" if args.save_dir else "")
-        print(f"saved {save_dir / f'checkpoint_{link.handled}.pth'}; --resume auto {where} continues it")
+    if step < args.max_steps:
+        save()
+        print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
         return metrics
-    summary = {"global_step": link.handled, "updates": agent.updates, "seconds": round(time.time() - start_time, 1)}
     if best is not None:
-        agent.load_networks(best)
+        agent.load_state_dict(best)
     if args.report_episodes:
-        metrics |= evaluate_policy(agent.policy, env, 20_000, args.report_episodes)
-    save_checkpoint(save_dir / "final_model.pth", dict(agent=agent.state_dict(), args=asdict(args)))
-    env.close()
-    curves = ["eval/success_rate", "charts/success_rate", "charts/intervention_rate"]
-    curves += ["losses/critic_loss", "losses/actor_loss", "losses/alpha"]
-    writer.close(summary | metrics, curves)
+        run.log({"global_step": step} | evaluate_robot(agent, judge, 20_000, args.report_episodes))
+        metrics |= run.rows[-1]
+    save_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
+    run.close("environment steps", PANELS)
     if world > 1:
         dist.destroy_process_group()
-    work = f"{link.handled} environment steps, {agent.updates} updates in {summary['seconds']} s"
-    print(f"{work}: actor {metrics.get('charts/SPS', 0):.0f} Hz, {metrics.get('charts/UPS', 0):.0f} updates/s")
-    rate, episodes = metrics.get("eval/success_rate", math.nan), f"{args.report_episodes} fresh episodes without human"
-    print(f"eval/success_rate {rate:.2f} on {episodes}: {save_dir}/final_model.pth")
+    shown = [f"{k[5:]} {metrics[k]:.3g}" for k in WATCHED[-2:] if metrics.get(k) is not None]
+    print(f"without human: {' '.join(shown) or 'cannot judge'}; {save_dir}/final_model.pth")
     return metrics
 
 
 if __name__ == "__main__":
-    main(parse_args(Args))
+    main(tyro.cli(Args, description=__doc__))

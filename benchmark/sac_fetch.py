@@ -1,8 +1,8 @@
-"""FetchPickAndPlace-v4 with sac_hybrid.py: scripted demos in the manual's format, then training on state or images.
+"""FetchPickAndPlace-v4 with sac_hybrid.py: scripted demos in the manual's format, then training on the state.
 
     pip install gymnasium-robotics 'mujoco<3.12'
     python benchmark/sac_fetch.py                                   # state, writes benchmark/sac_fetch_state.csv
-    MUJOCO_GL=egl python benchmark/sac_fetch.py --env-id FetchPickAndPlace-v4 --render-size 64 ...  # headless images
+    python benchmark/sac_fetch.py --env-id FetchPickAndPlace-v4     # as it is, writes benchmark/sac_fetch_plain.csv
 Whatever follows is handed to sac_hybrid.py.
 """
 
@@ -14,12 +14,15 @@ import tempfile
 import time
 from pathlib import Path
 
+import gymnasium as gym
+import gymnasium_robotics
 import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sac_hybrid import Args, RobotEnv, main
+from sac_hybrid import Args, Robot, main
 
+gym.register_envs(gymnasium_robotics)
 DEMOS = 50
 FETCH = "FetchPickAndPlace-v4"
 
@@ -32,7 +35,7 @@ class ScaledFetch:
     """
 
     def __init__(self, image_keys, action_dim):
-        self.env = RobotEnv.make(Args(env_id=FETCH))
+        self.env = gym.make(FETCH)
         self.action_space = self.env.action_space
 
     def observe(self, raw):
@@ -70,18 +73,17 @@ def expert(env) -> np.ndarray:
 
 
 def make_demos(args: Args, path: Path):
-    env, demos, wins = RobotEnv(args), [], 0
+    robot, demos, wins = Robot(args, human=False), [], 0
     for episode in range(DEMOS):
-        obs, done = env.reset(50_000 + episode), False
+        robot.begin(0, seed=50_000 + episode)
+        done = False
         while not done:
-            action = expert(getattr(env.env, "env", env.env))
-            next_obs, reward, terminated, truncated, success, _ = env.step(action)
-            done = terminated or truncated
-            row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
-            demos.append(row | dict(masks=1.0 - terminated, dones=done))
-            obs = next_obs
-        wins += success
-    env.close()
+            obs, action = robot.obs, expert(getattr(robot.env, "env", robot.env))
+            record = robot.step(action)
+            done = bool(record["dones"])
+            row = dict(observations=obs, actions=action, next_observations=robot.obs, rewards=float(record["rewards"]))
+            demos.append(row | dict(masks=float(record["masks"]), dones=done))
+        wins += int(record["success_rate"])
     path.write_bytes(pickle.dumps(demos))
     print(f"scripted expert: {wins} of {DEMOS} episodes end in success", flush=True)
 
@@ -103,7 +105,7 @@ if __name__ == "__main__":
     rows = [row for row in map(json.loads, lines) if "eval/success_rate" in row]
     rows = [(row["global_step"], row["time"], row["eval/success_rate"]) for row in rows]
     rows.append((args.max_steps, round(seconds, 1), metrics["eval/success_rate"]))
-    name = f"sac_fetch_{'image' if args.render_size else 'state'}.csv"
+    name = f"sac_fetch_{'plain' if args.env_id == FETCH else 'state'}.csv"
     with open(Path(__file__).with_name(name), "w", newline="") as file:
         csv.writer(file).writerows([("global_step", "seconds", "success_rate"), *rows])
     print(f"{name}: {metrics['eval/success_rate']:.2f} on {args.report_episodes} episodes after {seconds:.0f} s")

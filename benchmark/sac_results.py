@@ -1,142 +1,163 @@
-"""Every learning result of sac_hybrid.py: four modes, and the ablation of the default one, seeds 11 to 15.
+"""What sac_hybrid.py makes of a clumsy human, and what imitation makes of him: success, and steps to success.
 
-    python benchmark/sac_results.py                  # about three hours on one core; skips what the CSV has already
-    python benchmark/sac_results.py --draw-only      # CSV and picture from the runs that are there
+Five seeds that nothing was tuned on (tuning: 101), the frozen policy without human on 100 fresh episodes. A run that is
+in the CSV is not run again, so that the study can be stopped; curves are of the 50 episodes that choose the policy.
 
-Each row of sac_results.csv is one run: success of the frozen policy, without human, on 100 episodes that were not used
-to choose it. sac_curves.csv holds what docs/sac_ablation.png shows.
+    python benchmark/sac_results.py                     # every arm, 31-35: about two hours of one core
+    python benchmark/sac_results.py --arms "HG-DAgger"  # this one
+    python benchmark/sac_results.py --table             # the table of docs/sac_hybrid.md, from the CSV
+    python benchmark/sac_results.py --plot              # docs/sac_ablation.png, from both
 """
 
+import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-LEARNED = "single-arm-learned-gripper"
-ARMS = {  # name -> mode, flags
-    "demos + interventions": (LEARNED, []),
-    "demos only": (LEARNED, ["--intervention-steps", "0"]),
-    "neither": (LEARNED, ["--intervention-steps", "0", "--num-demos", "0"]),
-    "behaviour cloning only": (LEARNED, ["--intervention-steps", "0", "--algorithm", "bc"]),
-    "10 demos + interventions": (LEARNED, ["--num-demos", "10"]),
-    "10 demos only": (LEARNED, ["--num-demos", "10", "--intervention-steps", "0"]),
-    "behaviour cloning only, 10 demos": (
-        LEARNED,
-        ["--num-demos", "10", "--intervention-steps", "0", "--algorithm", "bc"],
-    ),
-    "single fixed": ("single-arm-fixed-gripper", []),
-    "dual fixed": ("dual-arm-fixed-gripper", []),
-    "dual learned": ("dual-arm-learned-gripper", []),
+RESULTS, CURVES = (ROOT / "benchmark" / name for name in ("sac_results.csv", "sac_curves.csv"))
+ARMS = {  # name -> flags of sac_hybrid.py
+    "demos + interventions": "",
+    "HG-DAgger": "--algorithm bc --max-steps 4000",  # the human is gone after 3000: no new data
+    "demos only": "--intervention-steps 0",
+    "cloning": "--algorithm bc --intervention-steps 0 --max-steps 2000",
+    "human": None,
+    "single-arm-fixed-gripper": "--setup-mode single-arm-fixed-gripper --human expert",
+    "dual-arm-fixed-gripper": "--setup-mode dual-arm-fixed-gripper --human expert",
+    "dual-arm-learned-gripper": "--setup-mode dual-arm-learned-gripper --human expert",
 }
-PANELS = {  # of the picture: title -> metric, arms
-    "50 demos: success, frozen policy, no human": ("eval/success_rate", list(ARMS)[:4]),
-    "10 demos: success, frozen policy, no human": ("eval/success_rate", [*list(ARMS)[4:7], "neither"]),
-    "intervention rate": ("charts/intervention_rate", ["demos + interventions", "10 demos + interventions"]),
-}
+FIELDS = ("arm", "seed", "success_rate", "steps_to_success", "cpu_seconds", "command")
+CURVE_FIELDS = ("arm", "seed", "global_step", "success_rate", "steps_to_success", "intervention_rate")
 
 
-@dataclass
-class Options:
-    runs: Path = ROOT / "runs" / "sac_results"
-    """where the run folders are"""
-    seeds: tuple[int, ...] = (11, 12, 13, 14, 15)
-    """seeds of every arm"""
-    arms: tuple[str, ...] = tuple(ARMS)
-    """train these only; what is there of the others stays"""
-    draw_only: bool = False
-    """train nothing"""
+def read(path):
+    """-> list of dicts, numbers as numbers, what is empty as NaN"""
+    if not path.exists():
+        return []
+    text = ("arm", "command")
+    rows = list(csv.DictReader(open(path)))
+    return [{k: v if k in text else float(v or "nan") for k, v in row.items()} for row in rows]
 
 
-def read(name: str) -> dict:
-    """(arm, seed) -> rows of a CSV that an earlier run of this script wrote."""
-    path, found = ROOT / "benchmark" / f"{name}.csv", {}
-    for row in list(csv.reader(open(path)))[1:] if path.exists() else []:
-        arm, seed, *rest = row
-        numbers = [float(cell) if cell.replace(".", "").isdigit() else cell for cell in rest]
-        numbers = [int(x) if isinstance(x, float) and x.is_integer() else x for x in numbers]
-        found.setdefault((arm, int(seed)), []).append((arm, int(seed), *numbers))
-    return found
+def append(path, fields, rows):
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
 
 
-def main(options: Options):
-    results, curves = [], []
-    old_results, old_curves = read("sac_results"), read("sac_curves")
-    for arm, (mode, flags) in ARMS.items():
-        for seed in options.seeds:
-            folder = options.runs / f"{arm.replace(' ', '_')}__{seed}"
-            if not (folder / "summary.json").exists() and (arm, seed) in old_results:
-                results += old_results[arm, seed]
-                curves += old_curves[arm, seed]
-                continue
-            if not (folder / "summary.json").exists() and arm in options.arms and not options.draw_only:
-                command = [sys.executable, str(ROOT / "sac_hybrid.py"), "--setup-mode", mode, "--seed", str(seed)]
-                subprocess.run([*command, *flags, "--run-dir", str(folder)], check=True)
-            if not (folder / "summary.json").exists():
-                continue
-            summary = json.loads((folder / "summary.json").read_text())
-            command = " ".join(["python sac_hybrid.py", "--setup-mode", mode, *flags, "--seed", str(seed)])
-            numbers = [summary[key] for key in ("global_step", "updates", "seconds")]
-            results.append((arm, seed, *numbers, round(summary["eval/success_rate"], 4), command))
-            for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-                for key in ("eval/success_rate", "charts/intervention_rate"):
-                    if key in row:
-                        curves.append((arm, seed, row["global_step"], key, round(row[key], 4)))
-    header = ("arm", "seed", "env_steps", "updates", "seconds", "success_rate", "command")
-    for name, rows in (("sac_results", [header, *results]),
-                       ("sac_curves", [("arm", "seed", "env_steps", "metric", "value"), *curves])):  # fmt: skip
-        with open(ROOT / "benchmark" / f"{name}.csv", "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
-    print(table(results))
-    draw(curves)
+def play_human(seed: int):
+    """The built-in human alone, 100 episodes. -> success rate, steps to success"""
+    sys.path.insert(0, str(ROOT))
+    from sac_hybrid import BarWorld
+
+    env, lengths = BarWorld(), []
+    for episode in range(100):
+        env.reset(seed=1_000_000 + 1_000 * seed + episode)
+        terminated = truncated = False
+        while not (terminated or truncated):
+            *_, terminated, truncated, _ = env.step(env.human())
+        lengths += [env.steps] if terminated else []
+    return len(lengths) / 100, float(np.mean(lengths))
 
 
-def table(results) -> str:
-    """Markdown: success of each seed, mean, seconds and steps of a run, command."""
-    lines = []
-    for arm, (mode, flags) in ARMS.items():
-        mine = [row for row in results if row[0] == arm]
-        if mine:
-            rates, seconds = [row[5] for row in mine], np.mean([row[4] for row in mine])
-            cells = [arm, " ".join(f"{rate:.2f}".lstrip("0") for rate in rates), f"{np.mean(rates):.3f}"]
-            cells += [f"{seconds:.0f} s, {mine[0][2]:.0f} steps"]
-            flags = ([] if mode == LEARNED else ["--setup-mode", mode]) + flags
-            lines.append("| " + " | ".join([*cells, f"`{' '.join(['python sac_hybrid.py', *flags])}`"]) + " |")
+def run(arm: str, seed: int):
+    if ARMS[arm] is None:
+        success, steps = play_human(seed)
+        append(RESULTS, FIELDS, [dict(arm=arm, seed=seed, success_rate=success, steps_to_success=steps)])
+        return
+    flags = f"--seed {seed} {ARMS[arm]}".strip()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "sac_hybrid.py"), *flags.split(), "--run-dir", f"{folder}/run"]
+        before = os.times()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        after = os.times()
+        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    names = {name: f"eval/{name}" for name in ("success_rate", "steps_to_success")}
+    names["intervention_rate"] = "charts/intervention_rate"
+    *curve, last = [row for row in rows if "eval/success_rate" in row]
+    points = [{name: row.get(key) for name, key in names.items()} for row in curve]
+    at = [dict(arm=arm, seed=seed, global_step=row["global_step"]) for row in curve]
+    append(CURVES, CURVE_FIELDS, [own | point for own, point in zip(at, points, strict=True)])
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    result = dict(success_rate=last["eval/success_rate"], steps_to_success=last["eval/steps_to_success"])
+    command = f"python sac_hybrid.py {flags}"
+    append(RESULTS, FIELDS, [dict(arm=arm, seed=seed, cpu_seconds=round(cpu), command=command) | result])
+    print(f"{arm}, seed {seed}: {result}, {cpu:.0f} CPU seconds", flush=True)
+
+
+def table(rows) -> str:
+    """Markdown, from the CSV: mean, and lowest to highest of the seeds"""
+    lines = ["| | success | steps to success | seeds | CPU s |", "|---|---|---|---|---|"]
+    for arm in ARMS:
+        own = [row for row in rows if row["arm"] == arm]
+        if own:
+            success, steps, cpu = (
+                np.array([row[k] for row in own]) for k in ("success_rate", "steps_to_success", "cpu_seconds")
+            )
+            spread = f"{success.mean():.3f} ({success.min():.2f} to {success.max():.2f})"
+            steps = steps[np.isfinite(steps)]
+            pace = f"{steps.mean():.1f} ({steps.min():.1f} to {steps.max():.1f})" if len(steps) else "–"
+            took = "–" if np.isnan(cpu).any() else f"{cpu.mean():.0f}"
+            lines.append(f"| {arm} | {spread} | {pace} | {len(own)} | {took} |")
     return "\n".join(lines)
 
 
-def draw(curves):
+def plot():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    there = {row[0] for row in curves}
-    panels = {title: panel for title, panel in PANELS.items() if panel[1][0] in there}
-    figure = Figure(figsize=(4.7 * len(panels), 3.6), layout="tight")
-    for i, (title, (key, arms)) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(1, len(panels), i)
-        for arm in arms:
-            points = {}
-            for name, _, step, metric, value in curves:
-                if name == arm and metric == key:
-                    points.setdefault(step, []).append(value)
-            steps = sorted(points)
-            if not steps:
-                continue
-            means = np.array([np.mean(points[step]) for step in steps])
-            low, high = ([f(points[step]) for step in steps] for f in (min, max))
-            axis.plot(steps, means, label=arm)
-            axis.fill_between(steps, low, high, alpha=0.15)
-        axis.set(title=title, xlabel="environment steps", ylim=(-0.03, 1.03))
+    rows, curves = read(RESULTS), read(CURVES)
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    keys = {"success_rate": "success of the frozen policy", "steps_to_success": "steps to success"}
+    keys["intervention_rate"] = "share of steps by the human"
+    styles = {"demos + interventions": "C0", "HG-DAgger": "C3", "demos only": "C2", "cloning": "C7"}
+    styles = {arm: colour for arm, colour in styles.items() if any(row["arm"] == arm for row in curves)}
+    for axis, (key, title) in zip(axes, keys.items(), strict=True):
+        for arm, colour in styles.items():
+            own = [row for row in curves if row["arm"] == arm]
+            steps = sorted({row["global_step"] for row in own})
+            values = [[row[key] for row in own if row["global_step"] == step] for step in steps]
+            values = [[v for v in at if np.isfinite(v)] or [np.nan] for at in values]
+            label = f"SAC, {arm}" if arm.startswith("demos") else arm
+            axis.plot(steps, [np.mean(at) for at in values], ".-", color=colour, label=label)
+            axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=colour, alpha=0.12)
+        human = [row[key] for row in rows if row["arm"] == "human" and key in row]
+        if human:
+            axis.axhline(np.mean(human), color="black", linestyle="--", label="the human who teaches")
+        axis.set(title=title, xlabel="environment steps")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    (ROOT / "docs").mkdir(exist_ok=True)
+        axis.set_ylim(bottom=0)
+    axes[2].legend(*axes[0].get_legend_handles_labels(), loc="upper right")
+    arms = ("demos + interventions", "human")
+    robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
+    pace = f"{robot:.1f} steps against {human:.1f}"
+    figure.suptitle(f"The robot ends faster than its teacher, {pace}; imitation does not")
     FigureCanvasAgg(figure).print_png(ROOT / "docs" / "sac_ablation.png")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[31, 32, 33, 34, 35])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--plot", action="store_true")
+    args = parser.parse_args()
+    if args.table:
+        print(table(read(RESULTS)))
+    elif args.plot:
+        plot()
+    else:
+        for seed in args.seeds:
+            for arm in args.arms:
+                if not any(row["arm"] == arm and row["seed"] == seed for row in read(RESULTS)):
+                    run(arm, seed)

@@ -1,11 +1,13 @@
-"""What does a warm-up buy? Online steps to a threshold, from the same offline data for every arm, frozen policies.
+"""What do online steps add to the best of data and clone? Every arm on the same data, frozen policies.
 
-    python benchmark/wsrl_study.py                          # everything that is not in the CSV yet, then the tables
-    python benchmark/wsrl_study.py --only MountainCarContinuous-v0 --arms scratch design --seeds 1 2
-    python benchmark/wsrl_study.py --plot                   # tables and picture from the CSV
+    python benchmark/wsrl_study.py                      # what is not in the CSV yet, then tables and picture
+    python benchmark/wsrl_study.py --task "one demo" --arms design bc --seeds 1 2
+    python benchmark/wsrl_study.py --table              # tables and picture from the CSV, no training
+    python benchmark/wsrl_study.py --switch             # why a clone falls when it goes online: wsrl_switch.csv
 
-Every run is `wsrl_warmup.py` with the flags of its arm, on data made once per task and seed. Rows of wsrl_study.csv are
-evaluations: the mean action on 5 fixed episodes, at `env_steps` after the warm-up (0: the offline policy).
+Rows of wsrl_study.csv are evaluations: the mean action on 10 fixed episodes, `env_steps` after the warm-up
+(0: the offline policy). The tasks are ones that cloning does not solve. All arms have the same networks, rates,
+batches, two critics, one update per environment step: what differs is the data they keep, and how they start.
 """
 
 import argparse
@@ -22,173 +24,210 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 PATH = HERE / "wsrl_study.csv"
-COLUMNS = [
-    "task",
-    "arm",
-    "seed",
-    "env_steps",
-    "return",
-    "success",
-    "q_values",
-    "alpha",
-    "retained_bytes",
-    "cpu_seconds",
-]
-SEEDS = (1, 2, 3, 4, 5)  # tuned on 101 and 102
-COMMON = dict(device="cpu", eval_every=100, eval_episodes=5, save_every=0, offline_steps=1_500, online_steps=1_000)
-TASKS = {  # name -> return that counts as solved
-    "MountainCarContinuous-v0": 90.0,
-    "Pendulum-v1": -200.0,
-    "Reacher-v5": -7.0,  # its demos have -8.3
+COLUMNS = ["task", "arm", "seed", "env_steps", "return", "data_return", "kept_bytes", "cpu_seconds"]
+SEEDS = (1, 2, 3, 4, 5)  # settings were chosen on 101 and 102
+COMMON = dict(env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250)
+EXPERT = -130.0  # the swing-up script has -110 on these episodes; two evaluations in a row must reach this
+TASKS = {
+    "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
+    "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
 }
-OWN = {
-    "MountainCarContinuous-v0": dict(offline_steps=5_000),  # after 1500 the policy is good, but does not last
-    "Reacher-v5": dict(eval_episodes=20),  # episodes of 50 steps
-}
-NO_WARM_UP = dict(offline_steps=0, learning_starts=200)
-DOCUMENT = dict(retention_ratio=0.2, retention_by="quality", online_cql_alpha=0.0)
+SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
+PLAIN = dict(use_prioritized_replay=False, weighted_loss="none", retention_ratio=1.0, initial_offline_ratio=0.5)
 ARMS = {
-    "scratch": dict(preset="scratch", online_steps=5_000, eval_every=250) | NO_WARM_UP,
-    "rlpd": dict(preset="rlpd") | NO_WARM_UP,
-    # the paper's 5000 frozen steps would be longer than these runs
-    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500),
-    "design": dict(),
+    "scratch": dict(preset="scratch", offline_steps=0),
+    "rlpd": dict(preset="rlpd", offline_steps=0) | SAME,
+    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500) | SAME,  # the paper's 5000 are longer than these runs
+    "bc then SAC": dict(preset="bc"),
+    "bc then SAC, clone kept": dict(preset="bc", online_bc_weight=1.0, offline_decay_rate=0.998),
+    "SAC then SAC": PLAIN,  # the design without any of its four parts
+    "design": {},
     "design - PER": dict(use_prioritized_replay=False),
     "design - weights": dict(weighted_loss="none"),
     "design - retention": dict(retention_ratio=1.0),
-    "design - decay": dict(offline_decay_rate=1.0, min_offline_ratio=0.5, initial_offline_ratio=0.5),
-    "design, 1500 offline updates": dict(offline_steps=1_500),
-    "wsrl, 1500 offline updates": dict(preset="wsrl", warmup_rollout_steps=500, offline_steps=1_500),
-    "design, batch 128": dict(batch_size=128),
-    "design, plain SAC": dict(offline_objective="sac"),
-    "design, Cal-QL": dict(offline_objective="calql"),
-    "design, Cal-QL offline only": dict(offline_objective="calql", online_cql_alpha=0.0),
-    "design, its document's values": DOCUMENT,
+    "design - decay": dict(initial_offline_ratio=0.5),
 }
-SWEEPS = {
-    "floor 0": dict(min_offline_ratio=0.0),
-    "floor 0.9": dict(min_offline_ratio=0.9),
-    "decay 0.99": dict(offline_decay_rate=0.99),
-    "decay 0.9999": dict(offline_decay_rate=0.9999),
-    "retention 0.05": dict(retention_ratio=0.05),
-    "retention 0.2": dict(retention_ratio=0.2),
-    "retention 0.5 by quality": dict(retention_by="quality"),
-    "retention 0.5 by reward": dict(retention_by="reward"),
-}
-SKIPPED = {("MountainCarContinuous-v0", "design, Cal-QL")}  # the design itself, as are the next ones on the others
-DESIGN = ("design, plain SAC", "design, 1500 offline updates", "wsrl, 1500 offline updates")
-SKIPPED |= {(task, arm) for task in ("Pendulum-v1", "Reacher-v5") for arm in DESIGN}
-SKIPPED |= {
-    (task, arm) for task in ("MountainCarContinuous-v0", "Reacher-v5") for arm in (*SWEEPS, "design, batch 128")
-}
+ONLY_THERE = {arm: "no demos" for arm in ARMS if arm.startswith("design -")} | {
+    "scratch": "no demos"
+}  # it reads no data
+SWITCH = HERE / "wsrl_switch.csv"
+SWITCH_COLUMNS = ["arm", "seed", "env_steps", "return", "critic_return"]
+SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(online_bc_weight=1.0)}
+
+
+def switch(arm, seed):
+    """MountainCarContinuous from all three sources: the clone's return, and that of the critic's best of 41 actions."""
+    import numpy as np
+    import torch
+
+    import wsrl_warmup
+
+    grid, judge = torch.linspace(-1, 1, 41)[:, None], wsrl_warmup.evaluate_policy
+
+    def evaluate(agent, env, episodes):
+        @torch.no_grad()
+        def best(obs):
+            features = agent.critic.encoder(torch.from_numpy(obs)[None]).expand(len(grid), -1)
+            return grid[agent.critic.qf(features, grid).mean(0).argmax()].numpy()
+
+        if agent.updates < 1_500:  # the warm-up is not the question
+            return {"eval/episodic_return": 0.0}
+        plays = [wsrl_warmup.play(env, 10_000 + i, best)[0] for i in range(episodes)]
+        critic_return = float(np.mean([sum(row[2] for row in rows) for rows in plays]))
+        return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
+
+    options = dict(
+        env_id="MountainCarContinuous-v0", preset="bc", device="cpu", sources=("demos", "suboptimal", "random")
+    )
+    options |= dict(offline_steps=1_500, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
+    data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
+    wsrl_warmup.evaluate_policy = evaluate
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            wsrl_warmup.main(wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data)))
+            rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    finally:
+        wsrl_warmup.evaluate_policy = judge
+    rows = [row for row in rows if "eval/critic_return" in row]
+    scores = [[round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")] for row in rows]
+    return [[arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)]
+
+
+def switch_table():
+    """Markdown: mean over the seeds at 0, 100, 200, 300 online steps"""
+    rows = list(csv.DictReader(open(SWITCH))) if SWITCH.exists() else []
+    lines = [
+        "| MountainCarContinuous-v0 | at the switch | after 100 steps | after 200 | after 300 | seeds |",
+        "|---" * 6 + "|",
+    ]
+    for arm in SWITCH_ARMS:
+        for name, label in (("return", "policy"), ("critic_return", "the critic's best action")):
+            mine = [row for row in rows if row["arm"] == arm]
+            means = (
+                [statistics.mean(float(r[name]) for r in mine if r["env_steps"] == str(t)) for t in (0, 100, 200, 300)]
+                if mine
+                else []
+            )
+            cells = " | ".join(f"{x:.1f}" for x in means).replace("-", "−")
+            if mine:
+                lines.append(f"| {arm}: {label} | {cells} | {len({row['seed'] for row in mine})} |")
+    return "\n".join(lines)
+
+
+def append(path, columns, rows):
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows] if new else rows)
 
 
 def run(task, arm, seed):
     """One training run -> rows for the CSV."""
     import wsrl_warmup
 
-    data = HERE.parent / "runs" / "wsrl_data" / task / str(seed)
+    data = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_") / str(seed)
     start = time.process_time()  # CPU seconds of this process: other load on the machine must not count
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        options = (
-            COMMON | OWN.get(task, {}) | (ARMS | SWEEPS)[arm] | dict(env_id=task, seed=seed, run_dir=f"{folder}/run")
-        )
-        wsrl_warmup.main(wsrl_warmup.Args(**options, data_dir=str(data)))
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        options = COMMON | TASKS[task] | ARMS[arm] | dict(seed=seed, run_dir=f"{folder}/run", data_dir=str(data))
+        wsrl_warmup.main(wsrl_warmup.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-        kept = json.loads(Path(f"{folder}/run/summary.json").read_text())["retained_bytes"]
-    found, last = [], {}
-    for row in rows:
-        last |= {key: row[key] for key in ("losses/q_values", "losses/alpha") if key in row}
-        if "eval/episodic_return" in row:
-            q, alpha = (round(last.get(f"losses/{name}", 0.0), 4) for name in ("q_values", "alpha"))
-            point = (row["charts/env_steps"], round(row["eval/episodic_return"], 2), round(row["eval/success_rate"], 2))
-            found.append([task, arm, seed, *point, q, alpha, kept, round(time.process_time() - start, 1)])
-    # before the warm-up every row says 0 steps: the last of them is the policy that goes online
-    first = max(i for i, row in enumerate(found) if row[3] == 0)
-    return found[first:]
+    returns = [
+        float(line.split("return ")[1].split(",")[0]) for line in out.getvalue().splitlines() if "successes" in line
+    ]
+    seconds, best = round(time.process_time() - start, 1), max(returns, default=float("nan"))
+    rows = [row for row in rows if "eval/episodic_return" in row]
+    if rows[-1]["charts/env_steps"] < options["online_steps"]:
+        sys.exit("the run was stopped")  # it is not a result
+    first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)  # the policy that goes online
+    found = []
+    for row in rows[first:]:
+        kept = row.get("buffer/offline_bytes", 0)
+        point = (row["charts/env_steps"], round(row["eval/episodic_return"], 1))
+        found.append([task, arm, seed, *point, best, kept, seconds])
+    return found
 
 
-def read():
-    """{(task, arm, seed): [(env_steps, return, q_values, alpha, retained bytes), ...]}"""
-    curves = {}
-    if PATH.exists():
-        for row in csv.DictReader(open(PATH)):
-            numbers = [float(row[name]) for name in ("return", "q_values", "alpha", "retained_bytes")]
-            key = row["task"], row["arm"], int(row["seed"])
-            curves.setdefault(key, []).append((int(row["env_steps"]), *numbers))
-    return curves
+def read(path=PATH):
+    """{(task, arm, seed): {env_steps: return}}, and what the data have, the same way"""
+    curves, data = {}, {}
+    for row in csv.DictReader(open(path)) if path.exists() else ():
+        for task in TASKS if row["arm"] == "scratch" else [row["task"]]:  # it reads no data: one run for both
+            key = task, row["arm"], int(row["seed"])
+            curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
+            data[key] = float(row["data_return"])
+    return curves, data
 
 
-def reach(curve, threshold):
-    """Environment steps until the frozen policy reaches the threshold and still has it at the next evaluation.
-
-    Once is not enough: on MountainCarContinuous some untrained networks swing the car up. None if it never does.
-    """
-    good = [point[1] >= threshold for point in curve]
-    return next((curve[i][0] for i in range(len(good) - 1) if good[i] and good[i + 1]), None)
+def reach(curve):
+    """Environment steps until the frozen policy has the expert's level, and has it at the next evaluation, too."""
+    steps = sorted(curve)
+    good = [curve[step] >= EXPERT for step in steps]
+    return next((steps[i] for i in range(len(steps) - 1) if good[i] and good[i + 1]), float("inf"))
 
 
-def table(task, curves):
-    """Markdown: arm, steps to the threshold, offline policy, mean and lowest return to step 1000, the end."""
-    lines = []
-    for arm in ARMS | SWEEPS:
+def table(task, curves, data):
+    """Markdown: return at 0, 500, 2000 steps, mean (worst seed); most lost below the start; steps to the expert"""
+    head = (
+        "arm | return at 0 | at 500 | at 2000 steps | most lost below the start | steps to the expert's level"
+    )
+    lines = [f"| {head} |", "|---" * 6 + "|"]
+    for arm in ARMS:
         mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
-        if not mine:
-            continue
-        reached = [reach(curve, TASKS[task]) for curve in mine]
-        median = sorted(x if x is not None else float("inf") for x in reached)[len(reached) // 2]
-        steps = f"{median:.0f}" if median < float("inf") else f"> {mine[0][-1][0]}"
-        first = [[point[1] for point in curve if point[0] <= 1000] for curve in mine]
-        columns = [statistics.mean(values) for values in ([c[0] for c in first], map(statistics.mean, first))]
-        columns += [statistics.mean(map(min, first)), statistics.mean(curve[-1][1] for curve in mine)]
-        numbers = " | ".join(f"{x:.1f}" for x in columns)
-        done = f"{sum(x is not None for x in reached)}/{len(mine)}"
-        lines.append(f"| {arm} | {steps} | {done} | {numbers} | {mine[0][0][4] / 1e6:.2f} |")
+        if mine:
+            points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
+            cells = [f"{statistics.mean(values):.0f} ({min(values):.0f})" for values in points]
+            lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
+            reached = sorted(map(reach, mine))
+            median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
+            steps = f"{median:.0f}" if median < float("inf") else "> 2000"
+            cells += [f"{lost:.0f}", f"{steps}, {done} of {len(mine)} seeds"]
+            lines.append(f"| {arm} | {' | '.join(cells)} |".replace("| -", "| −").replace("(-", "(−"))
     return "\n".join(lines)
 
 
 def plot(curves, path):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    tasks = [task for task in TASKS if any(key[0] == task for key in curves)]
-    figure = Figure(figsize=(5 * len(tasks), 4), layout="tight")
-    for i, task in enumerate(tasks, 1):
-        axis = figure.add_subplot(1, len(tasks), i)
-        for arm in list(ARMS)[:4]:
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, len(TASKS), sharey=True)
+    for axis, task in zip(axes, TASKS, strict=True):
+        for arm in [arm for arm in ARMS if arm not in ONLY_THERE]:
             mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
             if mine:
-                x = [point[0] for point in min(mine, key=len)]
-                y = [statistics.mean(curve[j][1] for curve in mine) for j in range(len(x))]
-                axis.plot(x, y, label=f"{arm} ({len(mine)} seeds)")
-        axis.axhline(TASKS[task], color="gray", linewidth=0.7)
-        axis.set(title=task, xlabel="online environment steps", ylabel="return of the frozen policy")
-        axis.set_xlim(-50, 3000)  # scratch goes on to 5000
+                steps = sorted(mine[0])
+                means = [statistics.mean(curve[step] for curve in mine) for step in steps]
+                axis.plot(steps, means, ".-", label=arm, linewidth=2.5 if arm == "design" else 1.2)
+        axis.axhline(EXPERT, color="gray", linewidth=0.8, linestyle="--")
+        axis.text(2000, EXPERT + 12, "expert's level", ha="right", fontsize=7, color="gray")
+        axis.set(title=f"Pendulum-v1, {task}", xlabel="online environment steps after the warm-up")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
-    FigureCanvasAgg(figure).print_png(path)
+    axes[0].set_ylabel("return of the frozen policy (mean of 5 seeds)")
+    axes[-1].legend(fontsize=7, loc="lower right")
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(TASKS), help="one of the tasks")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS | SWEEPS), help="these arms only")
+    parser.add_argument("--task", choices=list(TASKS), help="one of the tasks")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), help="these arms only")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--plot", action="store_true", help="no training")
+    parser.add_argument("--out", type=Path, default=PATH, help="another CSV, as for tuning seeds")
+    parser.add_argument("--table", "--plot", action="store_true", help="no training")
+    parser.add_argument("--switch", action="store_true", help="the other question, see above")
     options = parser.parse_args()
-    done = read()
-    jobs = [(t, a, s) for s in options.seeds for t in TASKS for a in options.arms if options.only in (None, t)]
-    jobs = [job for job in jobs if job not in done and job[:2] not in SKIPPED]
-    for job in [] if options.plot else jobs:
+    have = {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))} if SWITCH.exists() else set()
+    for seed in options.seeds if options.switch else ():
+        for arm in [arm for arm in SWITCH_ARMS if (arm, seed) not in have]:
+            append(SWITCH, SWITCH_COLUMNS, switch(arm, seed))
+    print(switch_table())
+    done, _ = read(options.out)
+    jobs = [(t, a, s) for s in options.seeds for t in TASKS for a in options.arms if options.task in (None, t)]
+    jobs = [job for job in jobs if job not in done and ONLY_THERE.get(job[1], job[0]) == job[0]]
+    for job in [] if options.table or options.switch else jobs:
         rows = run(*job)
-        new = not PATH.exists()
-        with open(PATH, "a", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows] if new else rows)
-        print(f"{job}: {rows[0][4]} -> {rows[-1][4]}, {rows[-1][-1]} CPU seconds", flush=True)
-    curves = read()
+        append(options.out, COLUMNS, rows)
+        print(f"{job}: {[round(row[4]) for row in rows]}, {rows[-1][-1]} CPU seconds", flush=True)
+    curves, data = read(options.out)
     for task in TASKS:
-        head = "arm | steps | seeds | offline policy | mean to 1000 | lowest to 1000 | end | MB kept"
-        print(f"\n{task}, threshold {TASKS[task]:g}\n| {head} |\n|{'---|' * 8}\n{table(task, curves)}")
-    if curves:
-        (HERE.parent / "docs").mkdir(exist_ok=True)
+        print(f"\nPendulum-v1, {task}\n{table(task, curves, data)}")
+    if curves and options.out == PATH:
         plot(curves, HERE.parent / "docs" / "wsrl_study.png")

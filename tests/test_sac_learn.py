@@ -1,4 +1,4 @@
-"""sac_hybrid.py learns: minutes per run, so `pytest -m slow` only. Tuning seeds; the README's are 11 to 15."""
+"""sac_hybrid.py learns: minutes per run, so `pytest -m slow` only. Tuning seeds; the page's are 31 to 35."""
 
 import sys
 from pathlib import Path
@@ -12,9 +12,10 @@ from sac_hybrid import Args, main
 pytestmark = pytest.mark.slow
 
 
-def test_pick_up(tmp_path):
-    rates = [main(Args(seed=seed, run_dir=str(tmp_path / str(seed))))["eval/success_rate"] for seed in (1, 2, 3)]
-    assert np.median(rates) >= 0.9, rates
+def test_the_robot_passes_its_teacher(tmp_path):
+    ends = [main(Args(seed=seed, run_dir=str(tmp_path / str(seed)))) for seed in (1, 2, 3)]
+    assert np.median([end["eval/success_rate"] for end in ends]) >= 0.85, ends
+    assert np.median([end["eval/steps_to_success"] for end in ends]) < 8, ends  # the human: 10.7
 
 
 def test_without_demos_and_human_there_is_nothing_to_learn_from(tmp_path):
@@ -24,4 +25,5 @@ def test_without_demos_and_human_there_is_nothing_to_learn_from(tmp_path):
 
 @pytest.mark.parametrize(("mode", "bar"), [("single-arm-fixed-gripper", 0.8), ("dual-arm-learned-gripper", 0.8)])
 def test_other_modes(mode, bar, tmp_path):
-    assert main(Args(setup_mode=mode, seed=2, run_dir=str(tmp_path / "run")))["eval/success_rate"] >= bar
+    args = Args(setup_mode=mode, human="expert", seed=2, run_dir=str(tmp_path / "run"))
+    assert main(args)["eval/success_rate"] >= bar

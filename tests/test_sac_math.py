@@ -1,103 +1,94 @@
-"""sac_hybrid.py: equations and the action layout, with the numbers of the specification."""
+"""sac_hybrid.py: equations, the action layout and the learning rules, with the numbers of the specification."""
 
+import copy
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sac_hybrid
 from sac_hybrid import (
     ActionLayout,
-    Temperature,
+    Args,
+    SACHybridAgent,
     grasp_target,
-    gripper_toggles,
+    hold_grippers,
     polyak,
     split_batch,
     tanh_normal,
     td_target,
 )
 
-MODES = {  # env dims, gripper indices, discrete head, target entropy
-    "single-arm-fixed-gripper": (6, [], 0, -3.0),
-    "single-arm-learned-gripper": (7, [6], 3, -3.5),
-    "dual-arm-fixed-gripper": (12, [], 0, -6.0),
-    "dual-arm-learned-gripper": (14, [6, 13], 9, -7.0),
-}
+N = 12
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_action_layout(mode):
-    size, gripper, head, entropy = MODES[mode]
-    layout = ActionLayout.of_mode(mode)
+def make_agent(grasp=3, continuous=6, **options):
+    args = Args(**dict(hidden_size=16, lr=1e-2, bc_weight=0.5) | options)
+    return SACHybridAgent(["image"], continuous, grasp, "cpu", args, (8, 8, 3), 4)
+
+
+def make_batch(continuous=6, seed=0, **changes):
+    rng = torch.Generator().manual_seed(seed)
+    image = lambda: torch.randint(0, 256, (N, 8, 8, 3), generator=rng, dtype=torch.uint8)  # noqa: E731
+    obs, next_obs = (dict(image=image(), state=torch.randn(N, 4, generator=rng)) for _ in range(2))
+    batch = dict(obs=obs, next_obs=next_obs, actions=torch.rand(N, continuous, generator=rng) * 2 - 1)
+    batch |= dict(rewards=torch.rand(N, generator=rng), masks=torch.ones(N), grasp_penalty=torch.zeros(N))
+    batch |= dict(grasps=torch.arange(N) % 3, is_demo=torch.arange(N) >= N // 2)
+    return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N)) | changes
+
+
+def weights(agent):
+    return {name: value.clone() for name, value in agent.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def changed(before, after):
+    names = (name for name in before if not torch.equal(before[name], after[name]))
+    return {name.split(".")[1] if name.startswith("critic.") else name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("mode, size, gripper, head", [
+    ("single-arm-fixed-gripper", 6, [], 0), ("single-arm-learned-gripper", 7, [6], 3),
+    ("dual-arm-fixed-gripper", 12, [], 0), ("dual-arm-learned-gripper", 14, [6, 13], 9),
+])  # fmt: skip
+def test_action_layout(mode, size, gripper, head):
+    robot = sac_hybrid.Robot(Args(setup_mode=mode), human=False)
+    layout = robot.layout
     assert (layout.action_dim, layout.gripper, layout.grasp_dim) == (size, gripper, head)
+    agent = SACHybridAgent(*robot.dims, "cpu", None, *robot.sizes)
+    assert agent.target_entropy == -size / 2 and ("discrete_qf" in agent.critic) == (head > 0)
     assert layout.continuous == [i for i in range(size) if i not in gripper]
-    agent = sac_hybrid.SACHybridAgent([], len(layout.continuous), head, "cpu", state_dim=4, hidden_size=8)
-    assert agent.target_entropy == entropy
-    assert (agent.policy.discrete_qf is None) == (head == 0) and len(agent.critic) == (3 if head else 2)
-    actions = torch.arange(2 * size).view(2, size).float()
-    continuous, grasps = layout.split(actions)
-    assert continuous.tolist() == [[row[i] for i in layout.continuous] for row in actions.tolist()]
-    assert (grasps is None) == (head == 0)
 
 
-def test_mode_must_fit_the_environment(capsys):
-    assert ActionLayout.of_mode("single-arm-learned-gripper", 4).continuous == [0, 1, 2]  # Fetch
-    assert ActionLayout.of_mode("dual-arm-learned-gripper", 8).gripper == [3, 7]
-    with pytest.raises(SystemExit):
-        ActionLayout.of_mode("dual-arm-learned-gripper", 7)
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize(("command", "index"), [(0.95, 2), (-0.93, 0), (0.3, 1), (-0.2, 1), (1, 2), (-1, 0), (0, 1)])
-def test_gripper_rounds(command, index):
-    layout = ActionLayout.of_mode("single-arm-learned-gripper")
-    assert layout.grasp_index(torch.tensor([[command]])).tolist() == [index]
-
-
-def test_joint_gripper():
-    layout = ActionLayout.of_mode("dual-arm-learned-gripper")
-    assert layout.grasp_index(torch.tensor([-1.0, 1.0])) == 2
-    assert layout.grasp_commands(5) == [0, 1]
-    for index in range(9):
-        assert layout.grasp_index(torch.tensor(layout.grasp_commands(index), dtype=torch.float32)) == index
-
-
-def test_toggles_are_effective_and_add_up():
-    closed = np.zeros(2, bool)
-    counts = []
-    for commands in ([0.2, -0.3], [-1, -0.9], [-1, 0], [1, 1], [1, 0], [-0.6, 0.9]):
-        toggles, closed = gripper_toggles(np.array(commands), closed)
+def test_grippers():
+    one, two = ActionLayout(7, 1), ActionLayout(14, 2)
+    commands = torch.tensor([[0.95], [-0.93], [0.3], [-0.2]])  # rounded, not truncated
+    assert one.grasp_index(commands).tolist() == [2, 0, 1, 1]
+    assert two.grasp_index([-1.0, 1.0]) == 2 and two.grasp_commands(5) == [0, 1]
+    assert [int(two.grasp_index(np.float32(two.grasp_commands(i)))) for i in range(9)] == list(range(9))
+    held, counts = np.zeros(2), []
+    for command in ([0.2, -0.3], [-1, -0.9], [-1, 0], [1, 1], [1, 0], [-0.6, 0.9]):  # effective toggles, added up
+        held, toggles = hold_grippers(np.array(command), held)
         counts.append(toggles)
-    assert counts == [0, 2, 0, 2, 0, 1] and closed.tolist() == [True, False]
+    assert counts == [0, 2, 0, 2, 0, 1]
 
 
-def test_grasp_target():
+def test_targets():
     online, target = torch.tensor([[0.1, 0.5, 0.3]]), torch.tensor([[0.9, 0.2, 0.6]])
-    numbers = torch.tensor([0.0]), torch.tensor([-0.02])
-    assert grasp_target(*numbers, torch.ones(1), online, target, 0.97).item() == pytest.approx(0.174)
-    assert grasp_target(*numbers, torch.zeros(1), online, target, 0.97).item() == pytest.approx(-0.02)
-
-
-def test_td_target():
-    q, zero, one = torch.tensor([[0.8], [0.6]]), torch.zeros(1), torch.ones(1)
+    zero, one, penalty = torch.zeros(1), torch.ones(1), torch.tensor([-0.02])
+    assert grasp_target(zero, penalty, one, online, target, 0.97).item() == pytest.approx(0.174)
+    assert grasp_target(zero, penalty, zero, online, target, 0.97).item() == pytest.approx(-0.02)
+    q = torch.tensor([[0.8], [0.6]])
     assert td_target(zero, one, q, 0.97).item() == pytest.approx(0.582)
     assert td_target(zero, one, q, 0.97, -0.01 * torch.tensor([-1.5])).item() == pytest.approx(0.59655)
     assert td_target(one, zero, q, 0.97, 0.015 * one).item() == 1.0  # the bonus is masked, too
-    with pytest.raises(AssertionError):
-        td_target(torch.zeros(2), one, q, 0.97)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "num_online", "num_demo", "expected"),
-    [(256, 1000, 1000, (128, 128)), (256, 1000, 10, (128, 128)), (256, 1000, 0, (256, 0)), (255, 9, 9, (128, 127)),
-     (256, 0, 10, (0, 256)), (256, 0, 0, (0, 0))],
-)  # fmt: skip
-def test_mixing(batch_size, num_online, num_demo, expected):
-    assert split_batch(batch_size, num_online, num_demo, 0.5) == expected  # (online, demo)
+def test_mixing():
+    sizes = [(256, 1000, 1000), (256, 1000, 10), (256, 1000, 0), (255, 9, 9), (256, 0, 10), (256, 0, 0)]
+    expected = [(128, 128), (128, 128), (256, 0), (128, 127), (0, 256), (0, 0)]  # (online, demo)
+    assert [split_batch(*size, 0.5) for size in sizes] == expected
 
 
 def test_tanh_normal():
@@ -105,67 +96,197 @@ def test_tanh_normal():
     action, logprob = tanh_normal(0 * one, one, 0.5 * one)
     assert action.item() == pytest.approx(0.46212, abs=1e-5) and logprob.item() == pytest.approx(-0.80371, abs=1e-5)
     mean = torch.full((1, 1), 20.0, requires_grad=True)
-    _, logprob = tanh_normal(mean, one, 0 * one)
+    logprob = tanh_normal(mean, one, 0 * one)[1]
     logprob.sum().backward()
     assert math.isfinite(logprob.item()) and math.isfinite(mean.grad.item())
+    mean, noise = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    u = (mean + 0.5 * noise).double()
+    slow = torch.distributions.Normal(mean.double(), 0.5).log_prob(u) - torch.log(1 - u.tanh() ** 2)
+    assert torch.allclose(tanh_normal(mean, 0.5 * torch.ones(5, 3), noise)[1], slow.sum(-1).float(), atol=1e-4)
 
 
-def test_tanh_normal_against_a_slow_one():
-    rng = torch.Generator().manual_seed(0)
-    mean, noise = torch.randn(2, 5, 3, generator=rng)
-    std = torch.rand(5, 3, generator=rng) + 0.1
-    actions, logprobs = tanh_normal(mean, std, noise)
-    u = (mean + std * noise).double()
-    slow = torch.distributions.Normal(mean.double(), std.double()).log_prob(u) - torch.log(1 - u.tanh() ** 2)
-    assert torch.allclose(actions, u.tanh().float()) and torch.allclose(logprobs, slow.sum(-1).float(), atol=1e-4)
-
-
-def test_std_is_bounded():
-    actor = sac_hybrid.Actor(3, 2, 8, layer_norm=False)
-    with torch.no_grad():
-        actor.net[-1].bias.copy_(torch.tensor([0, 0, 99.0, -99.0]))
-    assert torch.allclose(actor(torch.zeros(1, 3))[1], torch.tensor([[5.0, 1e-5]]))
-
-
-def test_polyak():
-    target, source = torch.zeros(4), torch.ones(4)
+def test_polyak_and_temperature():
+    target = torch.zeros(4)
     for _ in range(5):
-        polyak(target, source, 0.005)
+        polyak(target, torch.ones(4), 0.005)
     assert target.tolist() == pytest.approx([0.024751] * 4, abs=1e-6)
-
-
-def test_temperature():
-    assert Temperature(0.01)().item() == pytest.approx(0.01, rel=1e-4)
-    assert Temperature(5e-4)().item() == pytest.approx(5e-4, rel=1e-3)
+    assert make_agent(init_alpha=5e-4).alpha().item() == pytest.approx(5e-4, rel=1e-3)
 
 
 def test_ensemble_is_what_separate_critics_give():
-    qf = sac_hybrid.QEnsemble(3, 5, 2, 16, layer_norm=True)
-    features, actions = torch.randn(7, 5), torch.randn(7, 2)
-    together = qf(features, actions)
-    assert together.shape == (3, 7)
+    qf, features, actions = sac_hybrid.QEnsemble(3, 7, 16, layer_norm=True), torch.randn(7, 5), torch.randn(7, 2)
+    w1, b1, s1, t1, w2, b2, s2, t2, w3, b3 = qf.stacked
     for e in range(3):
         x = torch.cat([features, actions], 1)
-        for i in range(2):
-            x = x @ qf.weights[i][e] + qf.biases[i][e]
-            x = (torch.nn.functional.layer_norm(x, (16,)) * qf.scales[i][e] + qf.shifts[i][e]).relu()
-        assert torch.allclose(together[e], (x @ qf.weights[2][e] + qf.biases[2][e]).squeeze(1), atol=1e-5)
+        for w, b, s, t in ((w1, b1, s1, t1), (w2, b2, s2, t2)):
+            x = (F.layer_norm(x @ w[e] + b[e], (16,)) * s[e] + t[e]).relu()
+        assert torch.allclose(qf(features, actions)[e], (x @ w3[e] + b3[e]).squeeze(1), atol=1e-5)
 
 
-def test_keypoints_are_a_spatial_softmax():
-    encoder = sac_hybrid.ImageEncoder("softmax", (8, 8, 3))
-    image = torch.randn(2, 3, 8, 8)
+def test_keypoints_are_a_spatial_softmax_and_shifts_are_crops_of_the_padded_image():
+    encoder, image = sac_hybrid.ImageEncoder("softmax", (8, 8, 3)), torch.randn(2, 3, 8, 8)
     p, line = encoder.conv(image).flatten(2).softmax(-1).view(2, 16, 4, 4), torch.linspace(-1, 1, 4)
     expected = torch.stack([(p.sum(3) * line).sum(2), (p.sum(2) * line).sum(2)], 1).flatten(1)
     assert torch.allclose(encoder(image)[:, :32], expected, atol=1e-5)
-
-
-def test_random_shift():
     images = torch.arange(2 * 6 * 6 * 3).remainder(251).to(torch.uint8).view(2, 6, 6, 3)
-    shifted = sac_hybrid.random_shift(images, 2, torch.Generator().manual_seed(3))
-    assert shifted.dtype == torch.uint8 and shifted.shape == images.shape
-    padded = torch.nn.functional.pad(images.permute(0, 3, 1, 2).float(), (2, 2, 2, 2), "replicate").permute(0, 2, 3, 1)
+    shifted = sac_hybrid.random_shift(images, 2, np.random.default_rng(3))
+    padded = np.pad(images.numpy(), ((0, 0), (2, 2), (2, 2), (0, 0)), "edge")
     for i in range(2):
-        windows = [padded[i, y : y + 6, x : x + 6] for y in range(5) for x in range(5)]
-        assert any(torch.equal(window, shifted[i].float()) for window in windows)
-    assert torch.equal(sac_hybrid.random_shift(images, 0, torch.Generator()), images)
+        crops = [padded[i, y : y + 6, x : x + 6] for y in range(5) for x in range(5)]
+        assert any((crop == shifted[i].numpy()).all() for crop in crops)
+
+
+def test_a_critic_only_update_leaves_actor_and_temperature_bit_identical():
+    agent, critic = make_agent(), {"encoder", "discrete_qf", "qf", "critic_target"}
+    before = weights(agent)
+    stats = agent.update(make_batch(), full=False)
+    assert changed(before, weights(agent)) == critic and not agent.optimizers[1].state
+    assert set(stats) == {"critic_loss", "grasp_critic_loss", "q_values", "td_errors"}
+    stats = agent.update(make_batch(), full=True)
+    assert changed(before, weights(agent)) == critic | {"actor", "raw_alpha"}
+    assert {"actor_loss", "alpha_loss", "alpha", "bc_loss"} <= set(stats)
+
+
+def test_the_actors_loss_stops_at_the_features_and_the_critics():
+    agent, batch = make_agent(), make_batch()
+    before = weights(agent)
+    losses = agent.actor_losses(batch, agent.critic.encoder(batch["obs"]).detach())
+    sac_hybrid.apply_gradients(sum(losses.values()), agent.actor_group)
+    assert changed(before, weights(agent)) == {"actor", "raw_alpha"}
+    assert all(param.grad is None for param in agent.parameters())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_penalty_moves_the_grasp_critic_only(full):
+    plain, fined = make_agent(), make_agent()
+    a, b = plain.update(make_batch(), full), fined.update(make_batch(grasp_penalty=torch.full((N,), -0.02)), full)
+    assert a["critic_loss"] == b["critic_loss"] and a["grasp_critic_loss"] != b["grasp_critic_loss"]
+    moved = changed(weights(plain), weights(fined))
+    assert "discrete_qf" in moved and "qf" not in moved
+
+
+def test_what_enters_the_targets():
+    """Nothing behind a termination; the slow encoder; the entropy where asked for, and masked."""
+    losses = lambda batch, change=None, **o: losses_of(make_agent(**o), batch, change)  # noqa: E731
+
+    def losses_of(agent, batch, change):
+        with torch.no_grad():
+            for param in agent.critic_target[change].parameters() if change else ():
+                param.add_(0.5)
+        stats = agent.update(batch, full=False)
+        return stats["critic_loss"].item(), stats["grasp_critic_loss"].item()
+
+    ended = make_batch(masks=torch.zeros(N))
+    for part in ("encoder", "qf", "discrete_qf"):
+        assert losses(ended, part) == losses(ended) and losses(make_batch(), part) != losses(make_batch())
+    on, off = dict(backup_entropy=True, init_alpha=0.5), dict(init_alpha=0.5)
+    assert losses(make_batch(), **on)[0] != losses(make_batch(), **off)[0]
+    assert losses(ended, **on) == losses(ended, **off)
+
+
+def test_a_certain_policy_is_worth_less_with_entropy_in_the_backup():
+    found = {}
+    for on in (False, True):
+        agent = make_agent(backup_entropy=on, init_alpha=0.1)
+        agent.critic.qf.forward = agent.critic_target.qf.forward = lambda features, actions: torch.zeros(2, N)
+        with torch.no_grad():
+            agent.actor[-1].bias[6:] = -8.0  # log std: its density is far above 1
+        found[on] = agent.bellman(make_batch(rewards=torch.full((N,), 10.0)))[-1].mean().item()
+    assert found[False] == pytest.approx(10) and found[True] < 9
+
+
+def test_the_actor_climbs_the_mean_of_the_critics():
+    agent, batch = make_agent(init_alpha=1e-6), make_batch()
+    agent.critic.qf.forward = lambda features, actions: torch.tensor([1.0, 3.0])[:, None].expand(2, N)
+    features = agent.critic.encoder(batch["obs"]).detach()
+    assert agent.actor_losses(batch, features)["actor_loss"].item() == pytest.approx(-2, abs=1e-3)
+
+
+def test_targets_follow_after_every_update_and_the_temperature_is_steered():
+    agent = make_agent(tau=0.25)
+    for full in (False, True):
+        before = agent.flat_target.clone()
+        agent.update(make_batch(), full)
+        assert torch.allclose(agent.flat_target, before + 0.25 * (agent.flat_critic - before), atol=1e-6)
+    for wanted, rises in ((1e3, True), (-1e3, False)):
+        agent = make_agent()
+        agent.target_entropy, before = wanted, agent.alpha().item()
+        agent.update(make_batch())
+        assert (agent.alpha().item() > before) == rises
+
+
+def test_the_cloning_term_counts_demo_rows_only():
+    agent, batch, mean = make_agent(), make_batch(), torch.zeros(N, 6)
+    expected = 0.5 * batch["actions"][N // 2 :].square().sum(1).mean()
+    assert torch.isclose(agent.more_actor_losses(batch, mean)["bc_loss"], expected)
+    batch["actions"][: N // 2] = 9.0
+    assert torch.isclose(agent.more_actor_losses(batch, mean)["bc_loss"], expected)
+    none = batch | {"is_demo": torch.zeros(N, dtype=torch.bool)}
+    assert agent.more_actor_losses(none, mean)["bc_loss"] == 0
+
+
+def test_subset_of_ten_critics():
+    agent, seen = make_agent(num_critics=10, gamma=1.0), set()
+    agent.critic_target.qf.forward = lambda features, actions: torch.arange(10.0)[:, None].expand(10, N)
+    for i in range(40):
+        torch.manual_seed(i)
+        seen.add(agent.bellman(make_batch(rewards=torch.zeros(N)))[-1][0].item())
+    assert 9 not in seen and len(seen) > 4  # the minimum of two of 0..9
+
+
+@pytest.mark.parametrize("where", ["rewards", "state", "actions"])
+def test_nan_never_reaches_the_weights(where):
+    agent, batch = make_agent(), make_batch()
+    agent.update(make_batch())
+    before, moments = weights(agent), copy.deepcopy([o.state_dict()["state"] for o in agent.optimizers])
+    (batch["obs"] if where == "state" else batch)[where][3] = math.nan
+    assert agent.update(batch) == {}
+    assert not changed(before, weights(agent)) and agent.skipped_steps == agent.skipped_in_a_row == 1
+    for kept, optimizer in zip(moments, agent.optimizers, strict=True):
+        assert all(torch.equal(kept[0][name], value) for name, value in optimizer.state_dict()["state"][0].items())
+    agent.update(make_batch())
+    assert changed(before, weights(agent)) and (agent.skipped_steps, agent.skipped_in_a_row) == (1, 0)
+    with pytest.raises(SystemExit, match="10 gradients in a row"):
+        for _ in range(10):
+            agent.update(batch)
+
+
+@pytest.mark.parametrize("grasp, continuous", [(0, 6), (3, 6), (0, 12), (9, 12)])
+def test_every_layout_and_encoder_learns_a_known_value(grasp, continuous):
+    agent = make_agent(grasp, continuous, encoder="conv" if continuous == 6 else "softmax")
+    batch = make_batch(continuous, masks=torch.zeros(N), rewards=torch.ones(N))
+    for _ in range(60):
+        stats = agent.update(batch)
+    assert stats["q_values"].item() == pytest.approx(1.0, abs=0.15) and ("grasp_critic_loss" in stats) == (grasp > 0)
+
+
+def test_every_camera_and_vector_matters_and_cloning_clones():
+    args = Args(hidden_size=16, lr=1e-2)
+    agent = SACHybridAgent(["left", "right"], 6, 3, "cpu", args, (8, 8, 3), 4)
+    rng = np.random.default_rng(0)
+    obs = {key: rng.integers(0, 256, (8, 8, 3)).astype(np.uint8) for key in ("left", "right")}
+    obs |= {key: rng.normal(size=2).astype(np.float32) for key in ("pose", "force")}
+    for key in obs:
+        assert (agent.act(obs | {key: obs[key][::-1].copy()}) != agent.act(obs)).any(), key
+    assert (agent.act(dict(reversed(obs.items()))) == agent.act(obs)).all()  # by name, not by order
+    agent, batch = make_agent(), make_batch()
+    losses = [agent.clone(batch)["actor_loss"].item() for _ in range(60)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_load_gives_the_same_agent(tmp_path):
+    agent, obs = make_agent(), {"image": np.full((8, 8, 3), 7, np.uint8), "state": np.ones(4, np.float32)}
+    for _ in range(3):
+        agent.update(make_batch())
+    path = tmp_path / "final_model.pth"
+    sac_hybrid.save_checkpoint(path, agent.checkpoint())
+    action, stats = agent.act(obs, noise=0.5), agent.update(make_batch(seed=4))
+    for source in (path, torch.load(path)):  # as in the manual
+        loaded = SACHybridAgent(image_keys=["image"], continuous_action_dim=6, grasp_action_dim=3, device="cpu")
+        loaded.load(source)
+        assert (loaded.act(obs, noise=0.5) == action).all()
+        again = loaded.update(make_batch(seed=4))  # Adam's moments, temperature and noise go on, too
+        assert all(torch.equal(again[name], value) for name, value in stats.items())
+        assert not changed(weights(agent), weights(loaded))
+    with pytest.raises(RuntimeError):
+        SACHybridAgent(["image"], 6, 0).load(path)

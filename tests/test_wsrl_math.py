@@ -1,6 +1,5 @@
 """wsrl_warmup.py: every number of the design worked out by hand, and the learning rules through real updates."""
 
-import copy
 import math
 import sys
 from pathlib import Path
@@ -10,86 +9,83 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import wsrl_warmup
-from sac_hybrid import SACHybridAgent
+import sac_hybrid
 from wsrl_warmup import (
+    Args,
     WarmupAgent,
     batch_weights,
     beta_at,
     calibrate,
+    compare_at_switch,
     conservative_gap,
     offline_ratio_at,
     polyak,
     return_to_go,
     split_rows,
     td_target,
-    uniform_log_density,
-    weighted_mean,
 )
 
 N, D, A = 12, 4, 2
 
 
-def make_agent(**options):
-    return WarmupAgent(D, A, **dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options)
+def make_agent(scale=1.0, **options):
+    return WarmupAgent(D, A, "cpu", Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options), scale)
 
 
-def make_batch(seed=0, n=N):
+def make_batch(seed=0):
     rng = torch.Generator().manual_seed(seed)
-    batch = {name: torch.randn(n, D, generator=rng) for name in ("obs", "next_obs")}
-    batch["actions"] = torch.rand(n, A, generator=rng) * 2 - 1
-    batch |= dict(rewards=torch.rand(n, generator=rng), masks=torch.ones(n), returns=torch.zeros(n))
-    return batch
+    batch = {name: torch.randn(N, D, generator=rng) for name in ("obs", "next_obs")}
+    batch["actions"] = torch.rand(N, A, generator=rng) * 2 - 1
+    batch |= dict(rewards=torch.rand(N, generator=rng), masks=torch.ones(N), returns=torch.zeros(N))
+    return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N))
+
+
+def weights_of(agent):
+    return {name: value.clone() for name, value in agent.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def same(a, b):
-    return all(torch.equal(a[name], b[name]) for name in a)
+    return all(torch.equal(x, weights_of(b)[name]) for name, x in weights_of(a).items())
 
 
-@pytest.mark.parametrize(
-    "step, ratio", [(0, 1), (1, 0.999), (100, 0.9048), (500, 0.6064), (692, 0.5004), (693, 0.5), (9999, 0.5)]
-)
-def test_offline_share(step, ratio):
-    assert offline_ratio_at(step, 1.0, 0.999, 0.5) == pytest.approx(ratio, abs=5e-5)
+def test_offline_share_and_split_of_256():
+    expected = {0: 1, 1: 0.999, 100: 0.9048, 500: 0.6064, 692: 0.5004, 693: 0.5, 9999: 0.5}
+    for step, ratio in expected.items():
+        assert offline_ratio_at(step, 1.0, 0.999, 0.5) == pytest.approx(ratio, abs=5e-5)
+    splits = {0: (256, 0), 1: (255, 1), 10: (253, 3), 100: (231, 25), 500: (155, 101), 693: (128, 128)}
+    for step, split in splits.items():
+        assert split_rows(256, offline_ratio_at(step, 1.0, 0.999, 0.5), 1000, 1000) == split
+    # a short online buffer is filled up from offline, an empty one is not asked
+    assert split_rows(256, 0.5, 1000, 40) == (216, 40) and split_rows(256, 0.5, 0, 7) == (0, 256)
+    assert split_rows(256, 0.0, 9, 0) == (256, 0) and split_rows(256, 0.5, 0, 0) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "step, split",
-    [(0, (256, 0)), (1, (255, 1)), (10, (253, 3)), (100, (231, 25)), (500, (155, 101)), (693, (128, 128))],
-)
-def test_split_of_256(step, split):
-    assert split_rows(256, offline_ratio_at(step, 1.0, 0.999, 0.5), 1000, 1000) == split
-
-
-@pytest.mark.parametrize(
-    "ratio, offline, online, split",
-    [(0.5, 1000, 40, (216, 40)), (0.5, 0, 7, (0, 256)), (0.0, 9, 0, (256, 0)), (0.5, 0, 0, (0, 0))],
-)
-def test_a_short_buffer_is_filled_up_and_an_empty_one_not_asked(ratio, offline, online, split):
-    assert split_rows(256, ratio, offline, online) == split
-
-
-def test_beta_rises_to_one():
+def test_numbers_of_the_design():
     assert [beta_at(t) for t in (0, 0.25, 0.5, 1, 1.5)] == pytest.approx([0.4, 0.55, 0.7, 1, 1])
-
-
-def test_weighted_td_loss():
-    squares, weights = torch.tensor([1.0, -2.0, 3.0]).square(), torch.tensor([2.0, 1.0, 0.5])
-    assert weighted_mean(squares, weights).item() == pytest.approx(3.5)
-    assert weighted_mean(squares, batch_weights(weights)).item() == pytest.approx(3.0)
-    assert weighted_mean(squares).item() == pytest.approx(14 / 3)
-    assert batch_weights(weights, torch.tensor([1.0, 2.0, 4.0])).tolist() == [1, 1, 1]  # the product, over its mean
-
-
-def test_return_to_go():
     assert return_to_go([1, 2, 3], 0.9) == pytest.approx([5.23, 4.7, 3])
-
-
-def test_td_target():
     rewards, q_values, bonus = torch.ones(1), torch.tensor([[10.0], [12.0]]), 0.2 * 1.5
     assert td_target(rewards, torch.ones(1), q_values, 0.99, bonus).item() == pytest.approx(11.197)
     assert td_target(rewards, torch.ones(1), q_values, 0.99).item() == pytest.approx(10.9)
     assert td_target(rewards, torch.zeros(1), q_values, 0.99, bonus).item() == 1
+    target = torch.ones(1)
+    polyak(target, torch.full((1,), 2.0), 0.005)
+    assert target.item() == pytest.approx(1.005)
+    squares, weights = torch.tensor([1.0, -2.0, 3.0]).square(), torch.tensor([2.0, 1.0, 0.5])
+    assert (squares * weights).mean().item() == pytest.approx(3.5)
+    assert (squares * batch_weights(weights)).mean().item() == pytest.approx(3.0)
+    assert batch_weights(weights, torch.tensor([1.0, 2.0, 4.0])).tolist() == [1, 1, 1]  # the product, over its mean
+
+
+def test_weighted_td_loss_of_a_real_update():
+    """td [1,-2,3] x 4 rows with weights [2,1,.5]: 3.5, over their mean 3.0, without any 4.666667."""
+    td, weights = torch.tensor([1.0, -2.0, 3.0] * 4), torch.tensor([2.0, 1.0, 0.5] * 4)
+    for given, expected in ((weights, 3.5), (batch_weights(weights), 3.0), (torch.ones(N), 14 / 3)):
+        agent, batch = make_agent(num_critics=2), make_batch() | {"masks": torch.zeros(N), "weights": given}
+        agent.critic.qf.stacked[-2].data.zero_()
+        agent.critic.qf.stacked[-1].data.zero_()  # Q = 0, so the error is -r
+        stats = agent.update(batch | {"rewards": -td})
+        assert stats["critic_loss"].item() == pytest.approx(expected)
+        assert torch.allclose(stats["td_errors"], td)  # the mean over the critics
 
 
 def test_cql_and_calql():
@@ -102,116 +98,41 @@ def test_cql_and_calql():
     assert conservative_gap(calibrated, logs, torch.full((1, 1), 1.5)).item() == pytest.approx(2.571375, abs=1e-5)
 
 
-def test_uniform_density_uses_the_real_bounds():
-    assert uniform_log_density([-2.0], [2.0]) == pytest.approx(-1.386294, abs=1e-6)
-
-
-def test_polyak():
-    target = torch.ones(1)
-    polyak(target, torch.full((1,), 2.0), 0.005)
-    assert target.item() == pytest.approx(1.005)
-
-
-@pytest.mark.parametrize("critics", [(2, 2), (5, 2)])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_the_core_is_that_of_sac_hybrid(critics, entropy):
-    """Everything extra off: the same weights, bit for bit, after updates of both kinds."""
-    shared = dict(hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, backup_entropy=entropy)
-    shared |= dict(num_critics=critics[0], num_sampled_critics=critics[1])
-    ours, theirs = WarmupAgent(D, A, **shared), SACHybridAgent([], A, 0, "cpu", state_dim=D, **shared)
-    for i in range(6):
-        batch = make_batch(i)
-        theirs_batch = batch | {name: {"state": batch[name]} for name in ("obs", "next_obs")}
-        stats = ours.weighted_update(batch, full=i % 2 == 1)
-        expected = theirs.update(theirs_batch | {"is_demo": torch.zeros(N, dtype=torch.bool)}, full=i % 2 == 1)
-        assert all(torch.equal(stats[name], expected[name]) for name in expected)
-    assert torch.equal(ours.flat_critic, theirs.flat_critic) and torch.equal(ours.flat_target, theirs.flat_target)
-    assert same(ours.policy.actor.state_dict(), theirs.policy.actor.state_dict())
-    assert torch.equal(ours.temperature(), theirs.temperature())
-
-
-def test_features_off_draw_nothing():
-    plain, zero, cql = make_agent(), make_agent(), make_agent()
-    for agent, options in ((plain, {}), (zero, dict(cql_alpha=0.0, calibrated=True)), (cql, dict(cql_alpha=1.0))):
-        agent.weighted_update(make_batch(), **options)
-    assert same(plain.networks(), zero.networks())
-    assert torch.equal(plain.noise_rng.get_state(), zero.noise_rng.get_state())
-    assert not torch.equal(plain.noise_rng.get_state(), cql.noise_rng.get_state())
-    assert torch.equal(plain.dropout_rng.get_state(), make_agent().dropout_rng.get_state())
-
-
-def test_weights_reach_both_losses_and_only_their_own():
-    mask = torch.ones(N)
-    mask[3:] = 0
-    for critic, actor in ((True, False), (False, True)):
-        agents = make_agent(), make_agent()
-        for agent, seed in zip(agents, (5, 6), strict=True):  # other rows behind weight 0
-            batch, other = make_batch(0), make_batch(seed)
-            if critic:  # rewards reach the critic alone
-                batch["rewards"] = torch.where(mask > 0, batch["rewards"], other["rewards"])
-            else:
-                batch["obs"] = torch.where(mask[:, None] > 0, batch["obs"], other["obs"])
-            weights = batch_weights(mask)
-            if critic:
-                agent.weighted_update(batch, (weights, None), full=False)
-            else:
-                loss = agent.actor_losses(batch, weights)[0]
-                agent.result = torch.autograd.grad(loss, list(agent.policy.actor.parameters()))
-        if critic:
-            assert torch.equal(agents[0].flat_critic, agents[1].flat_critic)
-            unweighted = make_agent()
-            unweighted.weighted_update(batch, full=False)
-            assert not torch.equal(unweighted.flat_critic, agents[1].flat_critic)
-        else:
-            assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(agents[0].result, agents[1].result, strict=True))
-
-
-def test_equal_weights_are_the_plain_update():
-    plain, weighted = make_agent(), make_agent()
-    weights = batch_weights(torch.full((N,), 4.0))  # powers of two: exactly 1
-    assert (
-        plain.weighted_update(make_batch())["critic_loss"]
-        == weighted.weighted_update(make_batch(), (weights,) * 2)["critic_loss"]
-    )
-    assert same(plain.networks(), weighted.networks())
-
-
 def slow_cql(agent, batch, returns=None):
-    """The gap row by row and critic by critic, with torch's own distributions."""
-    draws, k = torch.Generator(), agent.cql_num_actions
-    draws.set_state(agent.noise_rng.get_state())
-    actions, logs = [torch.rand(N, k, A, generator=draws) * 2 - 1], []
+    """The gap row by row and critic by critic, with torch's own distributions; scale 2: actions are within +-2."""
+    torch.manual_seed(5)
+    actions, logs = [torch.rand(N, agent.K, A) * 2 - 1], []
     for obs in (batch["obs"], batch["next_obs"]):
-        mean, std = agent.policy.actor(obs)
-        sampled = (mean[:, None] + std[:, None] * torch.randn(N, k, A, generator=draws)).tanh()
+        mean, std = agent.policy(obs)
+        sampled = (mean[:, None] + std[:, None] * torch.randn(N, agent.K, A)).tanh()
         actions.append(sampled)
         normal = torch.distributions.Normal(mean[:, None].double(), std[:, None].double())
-        squashed = torch.distributions.TransformedDistribution(
-            normal, [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
-        )
+        bounds = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
+        squashed = torch.distributions.TransformedDistribution(normal, bounds)
         logs.append(squashed.log_prob(2 * sampled.double()).sum(-1))
-    total = 0.0
+    uniform, total = 2 * -1.386294, 0.0  # of two dims of +-2
+    data = agent.critic.qf(batch["obs"], batch["actions"])
     for n in range(N):
-        for e in range(len(agent.qf.weights[0])):
+        for e in range(len(data)):
             terms = []
             for source in range(3):
-                for j in range(k):
-                    q = agent.qf(batch["obs"][n : n + 1], actions[source][n, j][None])[e, 0].item()
+                for j in range(agent.K):
+                    q = agent.critic.qf(batch["obs"][n : n + 1], actions[source][n, j][None])[e, 0].item()
                     q = max(q, returns[n].item()) if returns is not None and source else q
-                    terms.append(q - (A * math.log(1 / 4) if source == 0 else logs[source - 1][n, j].item()))
-            data = agent.qf(batch["obs"][n : n + 1], batch["actions"][n : n + 1])[e, 0].item()
-            total += math.log(sum(math.exp(term) for term in terms)) - data
-    return total / (N * len(agent.qf.weights[0]))
+                    terms.append(q - (uniform if source == 0 else logs[source - 1][n, j].item()))
+            total += math.log(sum(math.exp(term) for term in terms)) - data[e, n].item()
+    return total / data.numel()
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
-def test_cql_loss_against_a_slow_one(calibrated):
-    bounds = dict(action_low=np.full(A, -2.0), action_high=np.full(A, 2.0))
-    agent, batch = make_agent(num_critics=3, **bounds), make_batch()
+@pytest.mark.parametrize("objective", ["cql", "calql"])
+def test_cql_loss_against_a_slow_one(objective):
+    agent, batch = make_agent(scale=2.0, num_critics=3, offline_objective=objective), make_batch()
     batch["returns"] = torch.linspace(-0.5, 0.5, N)
     with torch.no_grad():
-        expected = slow_cql(agent, batch, batch["returns"] if calibrated else None)
-        loss = agent.cql_loss(batch, agent.qf(batch["obs"], batch["actions"]), calibrated)
+        expected = slow_cql(agent, batch, batch["returns"] if objective == "calql" else None)
+        torch.manual_seed(5)
+        q_values = agent.critic.qf(batch["obs"], batch["actions"])
+        loss = agent.more_critic_losses(batch, batch["obs"], batch["next_obs"], None, q_values)["cql_loss"]
     assert loss.item() == pytest.approx(expected, abs=1e-4)
 
 
@@ -219,92 +140,96 @@ def test_the_conservative_term_leaves_online_rows_alone():
     """Their return is -inf. Each row counts 1/N: half of the rows, half of the term, whatever the others hold."""
     losses = {}
     for name, online in (("none", []), ("odd", range(1, N, 2)), ("even", range(0, N, 2)), ("all", range(N))):
-        agent, batch = make_agent(), make_batch()
+        agent, batch = make_agent(offline_objective="calql", online_cql_alpha=1.0), make_batch()
+        agent.enter(3)
         batch["returns"][list(online)] = -math.inf
         batch["actions"][list(online)] = 0.7  # must not matter
-        losses[name] = agent.cql_loss(batch, agent.qf(batch["obs"], batch["actions"]), calibrated=True).item()
+        losses[name] = agent.update(batch)["cql_loss"].item()
     assert losses["all"] == 0 and losses["odd"] + losses["even"] == pytest.approx(losses["none"], rel=1e-5)
-    assert min(losses["odd"], losses["even"]) > 0
-
-
-def test_cql_lowers_what_the_data_do_not_have():
-    gaps = {}
-    for alpha in (0.0, 5.0):
-        agent, batch = make_agent(), make_batch() | {"masks": torch.zeros(N)}
-        for _ in range(30):
-            agent.weighted_update(batch, cql_alpha=alpha)
-        with torch.no_grad():
-            other = torch.rand(N, A, generator=torch.Generator().manual_seed(9)) * 2 - 1
-            gaps[alpha] = (agent.qf(batch["obs"], other) - agent.qf(batch["obs"], batch["actions"])).mean().item()
-    assert gaps[5.0] < gaps[0.0] - 0.5
 
 
 def test_calql_stops_at_the_return():
-    """Returns far above every Q: the policy's actions carry no gradient any more, the uniform ones do."""
-    agent, batch = make_agent(), make_batch() | {"returns": torch.full((N,), 50.0)}
     q_values = torch.tensor([[[1.0, 2.0, 3.0]]], requires_grad=True)
     calibrate(q_values, torch.tensor([50.0]), 1).sum().backward()
     assert q_values.grad.tolist() == [[[1, 0, 0]]]
-    stats = agent.weighted_update(batch, cql_alpha=1.0, calibrated=True)
-    assert stats["cql_loss"] > 45  # the calibrated value, 50, dominates the log-sum-exp
+
+
+@pytest.mark.parametrize("critics", [(2, 2), (5, 2)])
+def test_the_core_is_that_of_sac_hybrid(critics):
+    """Everything extra off: the same losses and weights, bit for bit, after updates of both kinds."""
+    shared = dict(hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, tau=0.01, backup_entropy=True)
+    shared |= dict(num_critics=critics[0], num_sampled_critics=critics[1])
+    ours = WarmupAgent(D, A, "cpu", Args(**shared))
+    theirs = WarmupAgent(D, A, "cpu", Args(**shared))
+    theirs.__class__ = type("Plain", (sac_hybrid.SAC,), {})  # their update, our encoder and initial weights
+    theirs.more_critic_losses = theirs.more_actor_losses = lambda *_: {}
+    for i in range(4):
+        stats, expected = (agent.update(make_batch(i), full=i % 2 == 1) for agent in (ours, theirs))
+        assert all(torch.equal(stats[name], expected[name]) for name in expected)
+    assert torch.equal(ours.flat_critic, theirs.flat_critic) and torch.equal(ours.flat_target, theirs.flat_target)
+
+
+def test_weights_reach_the_actor_alone():
+    """Rows of weight 0 may hold anything; the critic's weights are proved above."""
+    mask, grads = (torch.arange(N) < 3).float(), []
+    for seed in (5, 6):
+        agent, batch, other = make_agent(), make_batch(0), make_batch(seed)
+        batch["obs"] = torch.where(mask[:, None] > 0, batch["obs"], other["obs"])
+        torch.manual_seed(0)
+        loss = agent.actor_losses(batch | dict(actor_weights=batch_weights(mask)), batch["obs"])["actor_loss"]
+        grads.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.actor.parameters()))]))
+    assert torch.allclose(*grads, atol=1e-7) and grads[0].abs().max() > 0
+
+
+def test_cloning_regresses_the_actions_offline_and_fades_online():
+    agent, batch = make_agent(offline_objective="bc", online_bc_weight=2.0, offline_decay_rate=0.5), make_batch()
+    first = agent.update(batch)
+    assert "alpha" in first and "alpha_loss" not in first  # no reinforcement in the actor, the critic learns on
+    mean = agent.policy(batch["obs"])[0].tanh()
+    for _ in range(100):
+        last = agent.update(batch)
+    assert last["actor_loss"] < 0.1 * first["actor_loss"]
+    agent.enter(3)  # 2 * 0.5^3 of |Q|, on rows of the data alone
+    batch["returns"][:6] = -math.inf
+    q_size = agent.critic.qf(batch["obs"], batch["actions"]).abs().mean()
+    mean = agent.policy(batch["obs"])[0].tanh()
+    agent.q_size = q_size
+    error = (mean - batch["actions"]).square().sum(-1)[6:].sum() / N
+    assert agent.more_actor_losses(batch, mean.atanh())["bc_loss"].item() == pytest.approx(
+        (0.25 * q_size * error).item(), rel=1e-3
+    )
+    assert "bc_loss" in agent.update(batch) and "bc_loss" not in make_agent().update(batch)
+
+
+def test_the_line_at_the_switch():
+    returns = dict(demos=-300.0, suboptimal=-700.0)
+    assert compare_at_switch(returns, -150.0).endswith("of the policy -150.0: trust the policy")
+    assert compare_at_switch(returns, -500.0).endswith("suboptimal -700.0; of the policy -500.0: trust the data")
 
 
 def test_nan_never_reaches_the_weights():
     agent = make_agent()
-    agent.weighted_update(make_batch())
-    before, moments = agent.networks(), copy.deepcopy(agent.critic_optimizer.state_dict())
+    agent.update(make_batch())
+    before, moments = weights_of(agent), agent.optimizers[0].state_dict()["state"][0]["exp_avg"].clone()
     for name in ("rewards", "obs", "actions"):
         batch = make_batch()
         batch[name][3] = math.nan
-        assert agent.weighted_update(batch) == {}
-    assert same(before, agent.networks()) and (agent.skipped_steps, agent.skipped_in_a_row) == (3, 3)
-    assert torch.equal(moments["state"][0]["exp_avg"], agent.critic_optimizer.state_dict()["state"][0]["exp_avg"])
-    agent.weighted_update(make_batch())
-    assert agent.skipped_in_a_row == 0
-
-
-def test_td_errors_are_the_mean_over_the_critics():
-    agent, batch = make_agent(num_critics=4), make_batch() | {"masks": torch.zeros(N)}
-    with torch.no_grad():
-        expected = (agent.qf(batch["obs"], batch["actions"]) - batch["rewards"]).mean(0)
-    assert torch.allclose(agent.weighted_update(batch)["td_errors"], expected, atol=1e-6)
-
-
-def test_dropout_is_for_the_actors_update_only():
-    agent = make_agent(dropout=0.5)
-    obs = np.ones(D, np.float32)
-    assert (agent.policy.act(obs) == agent.policy.act(obs)).all()
-    state = agent.dropout_rng.get_state()
-    agent.weighted_update(make_batch(), full=False)
-    assert torch.equal(state, agent.dropout_rng.get_state())
-    agent.weighted_update(make_batch())
-    assert not torch.equal(state, agent.dropout_rng.get_state()) and not agent.policy.training
-    layer = wsrl_warmup.Dropout(0.25, torch.Generator().manual_seed(0)).train()
-    out = layer(torch.ones(40_000))
-    assert out.unique().tolist() == pytest.approx([0, 4 / 3]) and out.mean().item() == pytest.approx(1, abs=0.02)
+        assert agent.update(batch) == {}
+    assert all(torch.equal(x, weights_of(agent)[name]) for name, x in before.items())
+    assert agent.skipped_steps == 3 and torch.equal(moments, agent.optimizers[0].state_dict()["state"][0]["exp_avg"])
+    with pytest.raises(SystemExit, match="10 gradients in a row"):
+        for _ in range(10):
+            agent.update(batch)
 
 
 def test_load_gives_the_same_agent(tmp_path):
     agent = make_agent(dropout=0.1)
-    agent.policy.obs_mean.fill_(0.5)
+    agent.normalise_by(np.full(D, 0.5), np.ones(D))
     for i in range(3):
-        agent.weighted_update(make_batch(i))
-    wsrl_warmup.save_checkpoint(tmp_path / "final_model.pth", {"agent": agent.state_dict()})
-    other = WarmupAgent(D, A, lr=1e-2, gamma=0.97)  # widths come from the file
-    other.load(tmp_path / "final_model.pth")
-    obs = np.ones(D, np.float32)
-    assert (other.policy.act(obs) == agent.policy.act(obs)).all()
-    assert agent.weighted_update(make_batch(7))["critic_loss"] == other.weighted_update(make_batch(7))["critic_loss"]
-    assert same(agent.networks(), other.networks())
-    other = make_agent(lr=5e-4)
-    other.load(tmp_path / "final_model.pth")
-    assert other.critic_optimizer.param_groups[0]["lr"] == 5e-4  # the moments come from the file, the rate does not
-    with pytest.raises(ValueError, match="obs_dim"):
-        WarmupAgent(D + 1, A).load(tmp_path / "final_model.pth")
-
-
-def test_critic_learns_a_known_value():
-    agent, batch = make_agent(num_critics=10), make_batch() | {"masks": torch.zeros(N), "rewards": torch.ones(N)}
-    for _ in range(60):
-        agent.weighted_update(batch)
-    assert agent.weighted_update(batch, full=False)["q_values"].item() == pytest.approx(1.0, abs=0.1)
+        agent.update(make_batch(i))
+    torch.save(agent.checkpoint(), tmp_path / "final_model.pth")
+    other = WarmupAgent(D, A).load(tmp_path / "final_model.pth")  # widths and options come from the file
+    assert (other.act(np.ones(D, np.float32)) == agent.act(np.ones(D, np.float32))).all()
+    assert agent.update(make_batch(7))["critic_loss"] == other.update(make_batch(7))["critic_loss"] and same(
+        agent, other
+    )
