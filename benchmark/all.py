@@ -1,9 +1,9 @@
-"""Tables and pictures of the README.
+"""Tables and pictures of the pages.
 
 python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
 python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
 
-It needs: pip install imageio gymnasium-robotics 'mujoco<3.12'; peers.py makes an environment of its own.
+Fetch and Reacher need: pip install -e .[mujoco]; peers.py makes an environment of its own.
 """
 
 import argparse
@@ -12,18 +12,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-COMMANDS = [  # script, what makes it only print (None: it always measures)
+COMMANDS = [  # script and flags, what makes it only print
     ("ppo_default.py", "--table"),
-    ("replay_study.py --tune", "--plot"),
-    ("replay_study.py", "--plot"),
-    ("replay_cost.py", None),
-    ("sac_results.py", "--draw-only"),
-    ("sac_fetch.py --max-steps 5000", None),
-    ("wsrl_study.py", "--plot"),
-    ("het_study.py --tune", "--plot"),
-    ("het_study.py", "--plot"),
-    ("het_ratios.py", None),
+    ("replay_study.py --tune", "--tables"),
+    ("replay_study.py", "--tables"),
     ("peers.py", "--table"),
+    ("het_study.py", "--table"),
+    ("sac_results.py", "--table"),
+    ("wsrl_study.py", "--table"),
+    ("overview.py", ""),
 ]
 
 if __name__ == "__main__":
@@ -31,8 +28,6 @@ if __name__ == "__main__":
     parser.add_argument("--tables", action="store_true", help="no training, no timing")
     options = parser.parse_args()
     for command, only_print in COMMANDS:
-        if options.tables and only_print is None:
-            continue
         command += f" {only_print}" if options.tables else ""
         print(f"\n=== benchmark/{command} ===", flush=True)
         script, *flags = command.split()

@@ -20,7 +20,7 @@ COMMAND = r"^(?:.*&& )?(?:torchrun --nproc-per-node \d+|python) (\w+)\.py\b([^#\
 
 def commands(text):
     """(script, flags) of every command in a fenced block; a backslash goes on with the next line."""
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S))
+    blocks = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", text, re.S))
     return re.findall(COMMAND, blocks.replace("\\\n", " "), re.M)
 
 
