@@ -166,9 +166,7 @@ def reach(curve):
 
 def table(task, curves, data):
     """Markdown: return at 0, 500, 2000 steps, mean (worst seed); most lost below the start; steps to the expert"""
-    head = (
-        "arm | return at 0 | at 500 | at 2000 steps | most lost below the start | steps to the expert's level"
-    )
+    head = "arm | return at 0 | at 500 | at 2000 steps | most lost below the start | steps to the expert's level"
     lines = [f"| {head} |", "|---" * 6 + "|"]
     for arm in ARMS:
         mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
@@ -187,22 +185,43 @@ def table(task, curves, data):
 def plot(curves, path):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    axes = figure.subplots(1, len(TASKS), sharey=True)
-    for axis, task in zip(axes, TASKS, strict=True):
-        for arm in [arm for arm in ARMS if arm not in ONLY_THERE]:
+    figure = Figure(figsize=(14, 4.4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    shown = [arm for arm in ARMS if not arm.startswith("design -")]
+    for axis, task in zip(axes, TASKS, strict=False):
+        for i, arm in enumerate(shown):
             mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
-            if mine:
-                steps = sorted(mine[0])
-                means = [statistics.mean(curve[step] for curve in mine) for step in steps]
-                axis.plot(steps, means, ".-", label=arm, linewidth=2.5 if arm == "design" else 1.2)
+            if len(mine) > 2:
+                means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
+                label = arm if len(mine) == len(SEEDS) else f"{arm} (seeds: {len(mine)})"
+                width = 2.8 if arm == "design" else 1.3
+                axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=label, linewidth=width)
         axis.axhline(EXPERT, color="gray", linewidth=0.8, linestyle="--")
-        axis.text(2000, EXPERT + 12, "expert's level", ha="right", fontsize=7, color="gray")
+        axis.text(0, EXPERT + 3, "expert's level", fontsize=7, color="gray", va="bottom")
+        axis.set_yscale("symlog", linthresh=100)
+        axis.set_ylim(-1700, -100)
+        axis.set_yticks(ticks := [-1500, -1000, -500, -300, -200, -150, -120], [str(tick) for tick in ticks])
         axis.set(title=f"Pendulum-v1, {task}", xlabel="online environment steps after the warm-up")
+        axis.set_ylabel("return of the frozen policy, mean of the seeds")
+        axis.legend(fontsize=7)
+    rows = list(csv.DictReader(open(SWITCH))) if SWITCH.exists() else []
+    for arm, color in zip(SWITCH_ARMS, ("C3", "C4"), strict=True):
+        for name, style, what in (("return", ".-", "policy"), ("critic_return", ".:", "critic's best action")):
+            points = {
+                t: [float(r[name]) for r in rows if r["arm"] == arm and r["env_steps"] == str(t)]
+                for t in (0, 100, 200, 300)
+            }
+            means = [statistics.mean(values or [0]) for values in points.values()]
+            axes[2].plot(list(points), means, style, color=color, label=f"{arm}: {what}")
+    axes[2].set(
+        title="MountainCarContinuous-v0, a clone goes online", xlabel="online environment steps after the warm-up"
+    )
+    axes[2].set_ylabel("return, mean of the seeds")
+    axes[2].legend(fontsize=7)
+    for axis in axes:
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("return of the frozen policy (mean of 5 seeds)")
-    axes[-1].legend(fontsize=7, loc="lower right")
-    figure.savefig(path, dpi=110)
+        axis.title.set_size(11)
+    figure.savefig(path, dpi=100)
 
 
 if __name__ == "__main__":
