@@ -16,7 +16,8 @@ Without --use-replay-buffer this is ppo_v1.py, bit for bit.
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 
     python ppo_v2.py --use-replay-buffer                            # sort digits, CPU, 20 seconds
-    python ppo_v2.py --use-replay-buffer --min-digits 7 --max-digits 7 --num-iterations 100
+    python ppo_v2.py --use-replay-buffer --min-digits 7 --max-digits 7 \\
+        --num-iterations 100 --replay-sample-size 128               # one answer in 1000 is right
 """
 
 import atexit
