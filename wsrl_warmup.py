@@ -873,8 +873,8 @@ class WarmupAgent(SAC):
     def more_actor_losses(self, batch, mean):
         if not self.bc_weight:
             return {}
-        # warm-up: cloning; what is left of it online, on offline rows: the critic of the switch has
-        # never been tried, and without this the actor follows it away from the clone
+        # warm-up: cloning; what is left of it online, on offline rows, in units of |Q| as in TD3+BC
+        # (arXiv:2106.06860): without it a good clone is lost within a few hundred steps
         error = (mean.tanh() - batch["actions"]).square().sum(-1) * (batch["returns"] > -math.inf)
         return {"bc_loss": self.bc_weight * self.q_size * error.mean()}
 
