@@ -158,9 +158,7 @@ def plot(curves, path):
         for number, arm in enumerate(ARMS):
             mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
-                x, y = (
-                    np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided")
-                )
+                x, y = (np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided"))
                 axis.plot(x, y, ".-", color=f"C{number}")
                 name = arm if len(mine) >= len(SEEDS) else f"{arm} ({len(mine)} seeds)"
                 ends.append([y[-1], x[-1], name, f"C{number}"])

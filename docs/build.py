@@ -45,7 +45,7 @@ PROOFS = {  # marker -> tests, file::function
     "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
     "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
     "v2: buffer": [
-        "test_v2.py::test_draws_follow_the_priorities",
+        "test_v2.py::test_draws_follow_the_priorities_with_replacement",
         "test_v2.py::test_drawn_data_is_what_was_sampled",
         "test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped",
     ],

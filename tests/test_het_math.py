@@ -162,9 +162,7 @@ def filled(counts, **options):
     manager = manager_of(**options)
     for task, successes in counts.items():
         manager.update_difficulty2task_dict(group(task, successes))
-        manager.save_trajectories_to_memory(
-            manager.update_skip_uid_set_and_filter_trajectories(group(task, successes))
-        )
+        manager.save_trajectories_to_memory(manager.update_skip_uid_set_and_filter_trajectories(group(task, successes)))
     return manager
 
 
