@@ -318,9 +318,9 @@ def draw(curves, path):
                 axis.plot(x, middle, color=COLOURS[arm])
                 axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=COLOURS[arm], alpha=0.12)
                 ends.append((middle[-1], x[-1], arm))
-        height = -1.0
-        for end, x, arm in sorted(ends):  # labels keep a distance from each other
-            height = max(end, height + 0.07)
+        height = 2.0
+        for end, x, arm in sorted(ends, reverse=True):  # labels keep a distance from each other
+            height = min(end, height - 0.07)
             axis.text(x, height, " " + arm.replace(", ", "\n "), color=COLOURS[arm], fontsize=8, va="center")
         axis.set(title=message, ylim=(0, 1.03), ylabel="accuracy, greedy, held-out")
         axis.set_xlabel("CPU seconds of sampling and updating" if column else "answers generated")
