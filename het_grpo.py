@@ -1047,6 +1047,7 @@ def batch_metrics(fresh: list[Trajectory], replayed: list[Trajectory], manager, 
 
 def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.num_threads)
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(args.seed)
     best = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(best if args.device == "auto" else args.device)
