@@ -45,6 +45,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -682,12 +683,9 @@ def join(parts: list[dict]) -> dict:
     """Rows of all parts, prompts padded on the left and responses on the right to one width."""
     joined = {}
     for name in parts[0]:
-        rows = [part[name] for part in parts]
-        if rows[0].dim() > 1:
-            width = max(x.shape[1] for x in rows)
-            gaps = [(width - x.shape[1], 0) if "prompt" in name else (0, width - x.shape[1]) for x in rows]
-            rows = [nn.functional.pad(x, gap) for x, gap in zip(rows, gaps, strict=True)]
-        joined[name] = torch.cat(rows)
+        rows = [row for part in parts for row in part[name]]
+        side = "left" if "prompt" in name else "right"
+        joined[name] = pad_sequence(rows, True, padding_side=side) if rows[0].dim() else torch.stack(rows)
     return joined
 
 

@@ -169,22 +169,17 @@ class Args:
             # v1: checkpoint, kl
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
             (self.kl_coef or not self.adaptive_kl, "--adaptive-kl needs a --kl-coef to start from"),
-            # v2: buffer
-            (max(self.priority_alpha, self.priority_beta, self.new_samples_ratio or 0) <= 1,
-             "--priority-alpha, --priority-beta and --new-samples-ratio are at most 1"),
+            # v2: buffer, lag
+            (max(self.priority_beta, self.new_samples_ratio or 0) <= 1, "a share is at most 1"),
             (self.min_replay_size <= self.replay_buffer_size, "--min-replay-size is never reached"),
-            # v2: lag, correction
             (not (self.rollout_lag and self.fsdp), "--rollout-lag keeps whole weights: no --fsdp"),
-            (self.gradient_accumulation_steps == 1 or self.correction != "m2po",
-             "--correction m2po looks at a whole minibatch: no micro-batches"),
         ):
             if not fine:
                 raise ValueError(message)
         # v2: buffer, correction: an option that would do nothing is refused
-        names = list(vars(self))
-        idle = names[names.index("use_replay_buffer") + 1 :] if not self.use_replay_buffer else []
-        if not self.use_replay_buffer and not self.rollout_lag:
-            idle += ["correction", "correction_limit"]
+        names, switch = list(vars(self)), self.use_replay_buffer
+        idle = [] if switch else names[names.index("use_replay_buffer") + 1 :]
+        idle += [] if switch or self.rollout_lag else ["correction", "correction_limit"]
         for name in idle:
             if getattr(self, name) != getattr(Args, name):
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
@@ -409,9 +404,9 @@ class ReplayBuffer:
     """Past rollouts, oldest first: unpadded tensors on the CPU, and what it takes to choose."""
 
     def __init__(self, args):
-        self.args, self.samples, ratio = args, [], args.new_samples_ratio
-        self.draws, self.last_kl = 0, 0.0  # so far; KL of the last update
-        self.draw_size = args.replay_sample_size
+        self.args, self.samples = args, []
+        self.beta, self.last_kl = args.priority_beta, 0.0  # KL of the last update
+        self.draw_size, ratio = args.replay_sample_size, args.new_samples_ratio
         if ratio is not None:
             self.draw_size = round(args.batch_size * (1 - ratio) / ratio)
 
@@ -463,14 +458,11 @@ class ReplayBuffer:
             odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
         odds = odds / odds.sum()
         chosen = odds.multinomial(min(self.draw_size, len(live)), replacement=True)
-        weights = (len(live) * odds[chosen]) ** -self.beta()
-        self.draws += 1
+        weights = (len(live) * odds[chosen]) ** -self.beta
+        self.beta = min(1.0, self.beta + args.priority_beta_increment)
         for i in set(chosen.tolist()):
             live[i]["reuse"] += 1  # once per iteration, however often it fills the draw
         return [live[i] for i in chosen.tolist()], (weights / weights.max()).float()
-
-    def beta(self) -> float:
-        return min(1.0, self.args.priority_beta + self.draws * self.args.priority_beta_increment)
 
     def buffer_stats(self, iteration: int) -> dict[str, float]:
         reuses, births = ([x[name] for x in self.samples] or [0] for name in ("reuse", "birth"))
@@ -593,25 +585,25 @@ LIMITS = dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04)  # C, eps_high, del
 
 
 def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, correction, limit, clip):
-    """Policy loss of tokens that mu sampled, and where its rule binds; r = pi_theta / mu.  -> 2 x (B,R)"""
+    """Policy loss of tokens that mu sampled, and where its rule binds.  -> 2 x (B,R)"""
     limit = LIMITS.get(correction) if limit is None else limit
     if correction == "none":  # as if pi_prox had sampled
         return policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
     if correction == "behaviour":  # PPO as written: a stale token has spent its room before the update
         return policy_loss(new_logprobs, mu_logprobs, advantages, *clip)
-    if correction == "decoupled":  # the clip limits the step, the weight makes up for who sampled
+    if correction == "decoupled":  # section 4 of arXiv:2110.00641: clip the step, weigh who sampled
         weights = (prox_logprobs - mu_logprobs).clamp(-20, 20).exp().clamp(max=limit)
         loss, bound = policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
-        return weights * loss, bound  # section 4 of arXiv:2110.00641
+        return weights * loss, bound
     logratio = (new_logprobs - mu_logprobs).clamp(-20, 20)
     ratio, square = logratio.exp(), logratio.detach() ** 2
-    if correction == "cispo":  # no token is dropped, a large weight is cut: arXiv:2506.13585
+    if correction == "cispo":  # arXiv:2506.13585: no token is dropped, its weight is cut
         weights = ratio.detach().clamp(max=1 + limit)
         return -advantages * weights * new_logprobs, (ratio > 1 + limit).float()
-    if correction == "dppo":  # a step away from mu in probability, not in ratio: arXiv:2602.04879
+    if correction == "dppo":  # arXiv:2602.04879: no large step from mu in probability, not in ratio
         step = (new_logprobs.exp() - mu_logprobs.exp()).detach()
         dropped = step * advantages.sign() > limit
-    else:  # m2po: the largest steps away from mu, until the mean square fits: arXiv:2510.01161
+    else:  # m2po, arXiv:2510.01161: without the largest steps from mu, until the mean square fits
         away = (logratio * advantages > 0) & (mask > 0)
         steps = square[away].sort(descending=True).values
         gone = nn.functional.pad(steps.cumsum(0), (1, 0))  # with the 0, 1, 2, .. largest dropped
@@ -732,14 +724,10 @@ def score_rows(model, rows: dict, num_rows: int):
 # v2: buffer
 def samples_to_rows(samples: list[dict], policy, num_rows: int) -> dict:
     """Stored rollouts as padded rows, with log-probs and values of the policy as it is now."""
-
-    def padded(name, like=lambda x: x):
-        side = "left" if "prompt" in name else "right"
-        tensors = [like(sample[name]) for sample in samples]
-        return pad_sequence(tensors, True, padding_side=side).to(policy.eos_ids.device)
-
-    rows = {name: padded(name) for name in STORED}
-    rows |= {f"{x}_mask": padded(f"{x}_ids", torch.ones_like) for x in ("prompt", "response")}
+    parts = [{name: [sample[name]] for name in STORED} for sample in samples]
+    for part in parts:
+        part |= {f"{x}_mask": [torch.ones_like(part[f"{x}_ids"][0])] for x in ("prompt", "response")}
+    rows = {name: x.to(policy.eos_ids.device) for name, x in join(parts).items()}
     rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(rows["values"])
     rows["ended"] = torch.ones_like(rows["scores"])  # asked of fresh answers only
     rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
@@ -785,19 +773,17 @@ def read_rollouts(path: str, tokenizer, args) -> list[dict]:
             row = json.loads(line)
             if "prompt_ids" not in row:
                 row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
-            prompt, ids = row["prompt_ids"], row["response_ids"]
-            sample = dict(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(ids))
-            sample |= dict(mu_logprobs=torch.tensor(row.get("logprobs", [math.nan] * len(ids))))
-            sample |= dict(score=float(row["score"]))
-            assert len(sample["mu_logprobs"]) == len(ids) and math.isfinite(sample["score"])
+            prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
+            logprobs = row.get("logprobs", [math.nan] * len(ids))
+            assert len(logprobs) == len(ids) and math.isfinite(score)
             assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
             assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
-        except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
             sys.exit(f"--replay-from {path}: line {number} must be JSON with a prompt or prompt_ids, "
                      "response_ids in this model's tokens, a score and, where known, logprobs")
-        sample |= {f"{x}_mask": torch.ones_like(sample[f"{x}_ids"]) for x in ("prompt", "response")}
-        empty = {name: torch.zeros(len(ids)) for name in ("ref_logprobs", "values", "advantages")}
-        samples.append(sample | empty)
+        empty = dict.fromkeys(STORED[3:], torch.zeros(len(ids)))
+        tokens = dict(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(ids))
+        samples.append(empty | tokens | dict(mu_logprobs=torch.tensor(logprobs), score=score))
     unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
     print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
     return samples
@@ -960,12 +946,9 @@ def join(parts: list[dict]) -> dict:
     """Rows of all parts, prompts padded on the left and responses on the right to one width."""
     joined = {}
     for name in parts[0]:
-        rows = [part[name] for part in parts]
-        if rows[0].dim() > 1:
-            width = max(x.shape[1] for x in rows)
-            gaps = [(width - x.shape[1], 0) if "prompt" in name else (0, width - x.shape[1]) for x in rows]
-            rows = [nn.functional.pad(x, gap) for x, gap in zip(rows, gaps, strict=True)]
-        joined[name] = torch.cat(rows)
+        rows = [row for part in parts for row in part[name]]
+        side = "left" if "prompt" in name else "right"
+        joined[name] = pad_sequence(rows, True, padding_side=side) if rows[0].dim() else torch.stack(rows)
     return joined
 
 
@@ -1011,8 +994,8 @@ def main(args: Args) -> dict[str, float]:
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp needs torchrun with two processes or more")
-    if args.correction == "m2po" and world_size > 1:  # v2: correction
-        sys.exit("--correction m2po looks at a whole minibatch: one process")
+    if args.correction == "m2po" and world_size * args.gradient_accumulation_steps > 1:
+        sys.exit("--correction m2po looks at a whole minibatch: one process, no micro-batches")
     lm, tokenizer, eos_ids = load_lm(args)
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
@@ -1063,7 +1046,7 @@ def main(args: Args) -> dict[str, float]:
     past_weights, buffer, trained, log_size = [], ReplayBuffer(args), 0, 0
     if iteration:
         past_weights, trained, log_size = (saved[name] for name in ("past_weights", "trained", "log_size"))
-        buffer.samples, buffer.draws, buffer.last_kl = saved["buffer"]
+        buffer.samples, buffer.beta, buffer.last_kl = saved["buffer"]
     elif args.replay_from:
         logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), policy, num_rows)
         if reference is not None:
@@ -1122,7 +1105,7 @@ def main(args: Args) -> dict[str, float]:
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
         # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
-        samples, draw_weights, beta = [], torch.ones(0), buffer.beta()
+        samples, draw_weights, beta = [], torch.ones(0), buffer.beta
         if args.use_replay_buffer:
             buffer.evict(iteration)
             samples, draw_weights = buffer.draw(iteration)
@@ -1257,7 +1240,7 @@ def main(args: Args) -> dict[str, float]:
             state |= dict(kl_coef=kl_coef, rows=run.rows)
             # v2: lag, buffer, log
             state |= dict(past_weights=past_weights, trained=trained)
-            state |= dict(buffer=(buffer.samples, buffer.draws, buffer.last_kl))
+            state |= dict(buffer=(buffer.samples, buffer.beta, buffer.last_kl))
             state["log_size"] = log_path.stat().st_size if log_path.exists() else 0
             if rank == 0:
                 save_checkpoint(run.dir / "checkpoint.pt", state)
@@ -1272,15 +1255,13 @@ def main(args: Args) -> dict[str, float]:
         "entropy, nats per token": ["losses/entropy"],
         "what the critic predicts": ["losses/explained_variance"],
     }
-    # v2: status
-    if args.rollout_lag:
-        panels["lagged: nats from the sampler, effective share"] = ["lag/kl_behaviour", "lag/ess"]
-    if args.use_replay_buffer:
+    if args.rollout_lag or args.use_replay_buffer:  # v2: status
+        stale = "lag" if args.rollout_lag else "replay"
         panels |= {
+            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
+            "nats from the sampler, effective share": [f"{stale}/kl_behaviour", f"{stale}/ess"],
             "answers in the buffer": ["buffer_size"],
             "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
-            "replayed: nats from the sampler, effective share": ["replay/kl_behaviour", "replay/ess"],
-            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
         }
     run.close("answers generated", panels)
     print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")

@@ -526,6 +526,6 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
         run(ppo_v2, tmp_path / "run", **REPLAY, replay_from=str(tmp_path / "log.jsonl"))
 
 
-def test_m2po_needs_the_whole_minibatch():
-    with pytest.raises(ValueError, match="m2po"):
-        ppo_v2.Args(rollout_lag=1, correction="m2po", gradient_accumulation_steps=2)
+def test_m2po_needs_the_whole_minibatch(tmp_path):
+    with pytest.raises(SystemExit, match="m2po looks at a whole minibatch"):
+        run(ppo_v2, tmp_path / "run", rollout_lag=1, correction="m2po", gradient_accumulation_steps=2)
