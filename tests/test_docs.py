@@ -103,6 +103,12 @@ def test_one_copied_file_names_what_it_needs(name):
     assert imported - {"tokenizers"} <= {need.split("==")[0] for need in needs}  # tokenizers comes with transformers
 
 
+def test_one_version_of_ruff():
+    files = ("pyproject.toml", ".pre-commit-config.yaml", ".github/workflows/tests.yml")
+    versions = [re.search(r"(?:ruff==|rev: v)([\d.]+)", (ROOT / name).read_text())[1] for name in files]
+    assert len(set(versions)) == 1, versions
+
+
 # --- what a reader types ---
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_commands_of_the_docstring_parse(name, tmp_path, monkeypatch):
