@@ -2,6 +2,7 @@
 
     pip install pygments && python docs/build.py    # docs/reading.html, one file, offline
     python docs/build.py --out page.html --source https://github.com/OWNER/REPO/blob/main
+    python docs/build.py --link-lines    # the other pages: functions named in their details link to today's lines
 
 A child of another script (ppo_v1.py, ppo_v2.py) is shown as the changes to its parent, gathered by marker. What a
 marker means is read from the child's docstring, what proves it from PROOFS below. The other scripts are shown function
@@ -14,6 +15,7 @@ import base64
 import difflib
 import html
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,6 +128,27 @@ def compare(a: list[str], b: list[str], markers: dict[str, str]) -> tuple[list[t
         near = [x for x in changes[max(i - 1, 0) : i + 2] if max(x.b0 - change.b1, change.b0 - x.b1) <= 2 * CONTEXT]
         changes[i] = change._replace(markers=change.markers or [m for x in near for m in x.markers][:1])
     return diff, changes
+
+
+# --- links of the other pages ---
+def link_lines(page: Path) -> str:
+    """The page, with every function and class that its implementation details name linked to its line."""
+    where = {}
+    for script in ("ppo_v1.py", "ppo.py") if page.stem == "ppo" else (f"{page.stem}.py",):
+        for node in ast.parse((ROOT / script).read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                methods = [(f"{node.name}.{x.name}", x) for x in node.body if isinstance(x, ast.FunctionDef)]
+                for name, inner in [(node.name, node), *methods]:
+                    where[name] = f"../{script}#L{inner.lineno}"
+    text, title, details = page.read_text().partition("\n## Implementation details\n")
+    details, end, rest = details.partition("\n## ")
+
+    def link(match):
+        name = match[1] or match[2]
+        return f"[`{name}`]({where[name]})" if name in where else match[0]
+
+    details = re.sub(r"\[`([\w.]+)`\]\(\.\./\w+\.py#L\d+\)|(?<!\[)`([\w.]+)`", link, details)
+    return text + title + details + end + rest
 
 
 # --- writing the page ---
@@ -296,6 +319,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reading.html")
     parser.add_argument("--source", default="..", help="where the scripts are, for links to their lines")
+    parser.add_argument("--link-lines", action="store_true", help="no page; see above")
     options = parser.parse_args()
+    for page in (ROOT / "docs").glob("*.md") if options.link_lines else ():
+        page.write_text(link_lines(page))
+    if options.link_lines:
+        sys.exit()
     options.out.write_text(build(options.source))
     print(options.out)

@@ -77,8 +77,10 @@ def test_links_resolve(page):
         if anchor and linked.suffix == ".md":
             titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
             assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
-        elif anchor:
-            assert int(anchor[1:]) <= len(linked.read_text().splitlines()), target
+
+    for name, path, line in re.findall(r"\[`(?:\w+\.)?(\w+)`\]\(([\w./]+)#L(\d+)\)", page.read_text()):
+        text = (page.parent / path).read_text().splitlines()[int(line) - 1]
+        assert re.match(rf"\s*(def|class) {name}\b", text), f"{name}: python docs/build.py --link-lines"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
