@@ -42,10 +42,12 @@ PROOFS = {  # marker -> tests, file::function
     "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
     "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
     "v2: buffer": ["test_v2.py::test_draws_follow_the_priorities_with_replacement"],
+    "v2: lag": ["test_v2.py::test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago"],
     "v2: correction": [
         "test_v2.py::test_corrections_by_hand",
-        "test_v2.py::test_fresh_rows_weigh_exactly_one_and_stale_rows_what_they_should",
+        "test_v2.py::test_the_policy_loss_of_every_step_is_that_of_an_oracle",
     ],
+    "v2: log": ["test_v2.py::test_a_run_begins_with_the_log_of_another"],
     "v2: imitation": ["test_v2.py::test_the_critic_learns_from_fresh_rollouts_only_with_gains"],
     "v2: mix": ["test_v2.py::test_every_minibatch_mixes_in_proportion"],
     "v2: status": ["test_v2.py::test_efficiency_by_hand"],
@@ -184,13 +186,13 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
     markers, places, left, right = read_markers(new), blocks(new), colour(old), colour(new)
     new_lines = new.splitlines()
     diff, changes = compare(old.splitlines(), new_lines, markers)
-    top = min(block.first for block in places)  # docstring and imports stand above
+    top = max(node.end_lineno for node in ast.parse(new).body if isinstance(node, ast.Import | ast.ImportFrom))
     added, removed = (sum(sign == kind for sign, _ in diff) for kind in "+-")
     share = 100 * (1 - removed / len(left))
     parts = [f"<p>+{added} −{removed} lines; {share:.0f} % of <code>{parent}</code> is kept.</p>"]
 
     def place(change):
-        return next((x for x in reversed(places) if x.first <= change.b0), None)
+        return next((x for x in reversed(places) if x.first <= change.b0), Block("constants", "args", 0, 0, "", ""))
 
     rows = [(sign, "" if sign == "-" else i + 1, (left if sign == "-" else right)[i]) for sign, i in diff]
 
@@ -221,7 +223,7 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
     for marker, text in markers.items():
         chosen = [change for change in changes if marker in change.markers and change.b0 >= top]
         chosen.sort(key=lambda change: SECTIONS.index(place(change).section))
-        tests = "".join(map(show_test, PROOFS[marker]))
+        tests = "".join(map(show_test, PROOFS.get(marker, ())))
         title = f'<h3 id="{marker.replace(": ", "-")}">{marker}</h3><p>{with_links(text)}.</p>'
         parts.append(title + tests + show(chosen))
     rest = [change for change in changes if not change.markers or change.b0 < top]
