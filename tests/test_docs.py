@@ -157,7 +157,7 @@ LOGS_MORE = {  # commands without which a metric of the table is not logged
     "het_grpo": ["--env game.py:Game --max-turns 1 --use-experience-replay --updated-freq 1"],
     "wsrl_warmup": ["--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"],
 }
-ELSEWHERE = ("rg:", "Reacher", "sums.jsonl")  # needs an extra; files that the page describes
+ELSEWHERE = ("rg:", "Reacher", "sums.jsonl", "package:")  # an extra; what a page speaks of and does not make
 # what the page leaves to the reader's arm
 ARM = "spacemouse_is_touched = looks_done = lambda: False\nspacemouse_action = move_the_arm = lambda *action: None\n"
 
