@@ -107,54 +107,52 @@ BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
 
 
-def exact_match(prompts, responses, answers):
-    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
-
-
 def final_answer(text: str) -> str:
     """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
     boxed = re.findall(BOXED, text)
     return (boxed[-1] if boxed else text.split("####")[-1]).strip()
 
 
-def verify(prompts, responses, answers):
-    """1 where the final answer is right as a text, or its last number as a number; else 0."""
-    scores = []
-    for response, answer in zip(map(final_answer, responses), answers, strict=True):
-        numbers = re.findall(NUMBER, response)
-        if numbers and re.fullmatch(NUMBER, answer):
-            response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-        scores.append(float(response == answer))
-    return scores
+def verify(prompt, response, answer) -> bool:
+    """Is the final answer right as a text, or its last number as a number?"""
+    response = final_answer(response)
+    numbers = re.findall(NUMBER, response)
+    if numbers and re.fullmatch(NUMBER, answer):
+        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
+    return response == answer
 
 
-def read_jsonl(path: str) -> list[tuple[str, str]]:
-    pairs = []
+def read_jsonl(path: str, convert, expected: str) -> list:
+    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
+    rows = []
     for number, line in enumerate(open(path, "rb"), 1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-            prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-            answer = [row[name] for name in ("answer", "solution") if name in row][0]
-            assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-        except (ValueError, TypeError, IndexError, AssertionError):
-            sys.exit(f"--task jsonl:{path}: line {number} must be JSON with a prompt and an answer")
-        pairs.append((prompt, final_answer(str(answer))))
-    return pairs
+            rows += [convert(json.loads(line))] if line.strip() else []
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            sys.exit(f"{path}: line {number} must be JSON with {expected}")
+    return rows
+
+
+def to_pair(row: dict) -> tuple[str, str]:
+    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
+    answer = [row[name] for name in ("answer", "solution") if name in row][0]
+    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
+    return prompt, final_answer(str(answer))
 
 
 def make_task(args, tokenizer):
     """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
     kind, _, source = args.task.partition(":")
-    verifier = verify
     if kind == "sort":
-        rng, verifier = random.Random(0), exact_match
+        rng = random.Random(0)
         sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
         lists = [rng.choices("0123456789", k=size) for size in sizes]
         pairs = [("".join(digits) + "=", "".join(sorted(digits))) for digits in lists]
+
+        def verifier(prompt, response, answer):
+            return response == answer  # a leading 0 counts
     elif kind == "jsonl":
-        pairs = read_jsonl(source)
+        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
     else:
         import reasoning_gym
 
@@ -162,9 +160,8 @@ def make_task(args, tokenizer):
         entries = {entry["question"]: entry for entry in dataset}
         pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
 
-        def verifier(prompts, responses, answers):
-            both = zip(prompts, responses, strict=True)
-            return [float(dataset.score_answer(text.strip(), entries[p])) for p, text in both]
+        def verifier(prompt, response, answer):
+            return dataset.score_answer(response.strip(), entries[prompt])
 
     ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
     fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
@@ -174,7 +171,7 @@ def make_task(args, tokenizer):
     train = [pair for pair in fits if pair[0] not in held_out]
     if not train:
         sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
-    return train, list(held_out.items()), verifier
+    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
 
 
 def make_scorer(args, verifier, device):
@@ -194,8 +191,8 @@ def make_scorer(args, verifier, device):
         if args.chat_template:
             turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-        return [row["score"] for row in judge(texts, **plain)]
+        scores = judge(texts, function_to_apply="none", add_special_tokens=not args.chat_template)
+        return [row["score"] for row in scores]
 
     return judge_texts
 
@@ -276,8 +273,7 @@ def load_lm(args):
         lm = transformers.LlamaForCausalLM(config)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        lm = load(args.model_name, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if not eos_ids:
@@ -399,16 +395,15 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, uniforms=None):
+def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None):
     """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
 
     Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
     `generate` would apply a checkpoint's generation config: its samples are not the policy's.
     """
     shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
-    rows = dict(response_ids=torch.full(shape, pad_id, device=device))
-    rows["response_mask"] = torch.zeros_like(rows["response_ids"])
-    rows |= {name: torch.zeros(shape, device=device) for name in ("logprobs", "values")}
+    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
+    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
     alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; others cost nothing
     caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
     ids, mask = prompt_ids, prompt_mask
@@ -436,8 +431,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
     rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    limits = (tokenizer.pad_token_id, args.max_response_length)
-    rows |= generate(policy, *rows.values(), *limits, uniforms)
+    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
     valid = rows["response_mask"].bool()
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
     texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
@@ -537,8 +531,7 @@ def warm_start(lm, pairs, tokenizer, args):
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        scrambled = [prompt + "".join(rng.sample(answer, len(answer))) for prompt, answer in batch]
-        texts = [text + tokenizer.eos_token for text in scrambled]
+        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
         lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
@@ -627,11 +620,10 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
-        explained = explained_variance(batch["values"], batch["returns"], mask)
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
         metrics |= {
             "global_step": global_step,
-            "losses/explained_variance": explained.item(),
+            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
             "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
             "losses/skipped_steps": skipped_steps,
             "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's

@@ -125,14 +125,12 @@ class Args:
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: none)
 
     # replay; v2: lag, correction, log
+    log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
+    use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
     correction: Annotated[CORRECTIONS, OLD_NAME] = "decoupled"  # of tokens that an older policy sampled
     correction_limit: float | None = None  # its cap or threshold (None: what LIMITS says)
-    log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
-    # v2: buffer. The guide's own values: --replay-buffer-size 1000 --replay-sample-size 32
-    # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --max-replay-reuse 4
-    # --priority-beta-increment 0.001 --priority-age-tau None --replay-advantages all
-    use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
+    # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
     replay_sample_size: int = 64  # rollouts drawn per update
@@ -177,21 +175,18 @@ class Args:
             if not fine:
                 raise ValueError(message)
         # v2: buffer, correction: an option that would do nothing is refused
-        names, switch = list(vars(self)), self.use_replay_buffer
-        idle = [] if switch else names[names.index("use_replay_buffer") + 1 :]
-        idle += [] if switch or self.rollout_lag else ["correction", "correction_limit"]
-        for name in idle:
+        names = list(vars(self))
+        idle = names[names.index("replay_buffer_size" if self.rollout_lag else "correction") :]
+        for name in () if self.use_replay_buffer else idle:
             if getattr(self, name) != getattr(Args, name):
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
+        if ratio := self.new_samples_ratio:
+            self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
 
 
 # --- task ---
 BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-
-
-def exact_match(prompts, responses, answers):
-    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
 
 
 def final_answer(text: str) -> str:
@@ -200,44 +195,46 @@ def final_answer(text: str) -> str:
     return (boxed[-1] if boxed else text.split("####")[-1]).strip()
 
 
-def verify(prompts, responses, answers):
-    """1 where the final answer is right as a text, or its last number as a number; else 0."""
-    scores = []
-    for response, answer in zip(map(final_answer, responses), answers, strict=True):
-        numbers = re.findall(NUMBER, response)
-        if numbers and re.fullmatch(NUMBER, answer):
-            response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-        scores.append(float(response == answer))
-    return scores
+def verify(prompt, response, answer) -> bool:
+    """Is the final answer right as a text, or its last number as a number?"""
+    response = final_answer(response)
+    numbers = re.findall(NUMBER, response)
+    if numbers and re.fullmatch(NUMBER, answer):
+        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
+    return response == answer
 
 
-def read_jsonl(path: str) -> list[tuple[str, str]]:
-    pairs = []
+def read_jsonl(path: str, convert, expected: str) -> list:
+    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
+    rows = []
     for number, line in enumerate(open(path, "rb"), 1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-            prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-            answer = [row[name] for name in ("answer", "solution") if name in row][0]
-            assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-        except (ValueError, TypeError, IndexError, AssertionError):
-            sys.exit(f"--task jsonl:{path}: line {number} must be JSON with a prompt and an answer")
-        pairs.append((prompt, final_answer(str(answer))))
-    return pairs
+            rows += [convert(json.loads(line))] if line.strip() else []
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            sys.exit(f"{path}: line {number} must be JSON with {expected}")
+    return rows
+
+
+def to_pair(row: dict) -> tuple[str, str]:
+    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
+    answer = [row[name] for name in ("answer", "solution") if name in row][0]
+    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
+    return prompt, final_answer(str(answer))
 
 
 def make_task(args, tokenizer):
     """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
     kind, _, source = args.task.partition(":")
-    verifier = verify
     if kind == "sort":
-        rng, verifier = random.Random(0), exact_match
+        rng = random.Random(0)
         sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
         lists = [rng.choices("0123456789", k=size) for size in sizes]
         pairs = [("".join(digits) + "=", "".join(sorted(digits))) for digits in lists]
+
+        def verifier(prompt, response, answer):
+            return response == answer  # a leading 0 counts
     elif kind == "jsonl":
-        pairs = read_jsonl(source)
+        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
     else:
         import reasoning_gym
 
@@ -245,9 +242,8 @@ def make_task(args, tokenizer):
         entries = {entry["question"]: entry for entry in dataset}
         pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
 
-        def verifier(prompts, responses, answers):
-            both = zip(prompts, responses, strict=True)
-            return [float(dataset.score_answer(text.strip(), entries[p])) for p, text in both]
+        def verifier(prompt, response, answer):
+            return dataset.score_answer(response.strip(), entries[prompt])
 
     ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
     fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
@@ -257,7 +253,7 @@ def make_task(args, tokenizer):
     train = [pair for pair in fits if pair[0] not in held_out]
     if not train:
         sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
-    return train, list(held_out.items()), verifier
+    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
 
 
 def make_scorer(args, verifier, device):
@@ -277,8 +273,8 @@ def make_scorer(args, verifier, device):
         if args.chat_template:
             turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-        return [row["score"] for row in judge(texts, **plain)]
+        scores = judge(texts, function_to_apply="none", add_special_tokens=not args.chat_template)
+        return [row["score"] for row in scores]
 
     return judge_texts
 
@@ -366,8 +362,7 @@ def load_lm(args):
         lm = transformers.LlamaForCausalLM(config)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        lm = load(args.model_name, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if not eos_ids:
@@ -404,47 +399,44 @@ class ReplayBuffer:
     """Past rollouts, oldest first: unpadded tensors on the CPU, and what it takes to choose."""
 
     def __init__(self, args):
-        self.args, self.samples = args, []
+        self.args, self.samples, self.num_drawn = args, [], 0
         self.beta, self.last_kl = args.priority_beta, 0.0  # KL of the last update
-        self.draw_size, ratio = args.replay_sample_size, args.new_samples_ratio
-        if ratio is not None:
-            self.draw_size = round(args.batch_size * (1 - ratio) / ratio)
 
-    def priorities(self, advantages, mask) -> list[float]:
-        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  2 x (B,R) -> B"""
+    def priorities(self, advantages, mask):
+        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  2 x (B,R) -> (B,)"""
         positive = self.args.replay_advantages == "positive"
         size = advantages.clamp(min=0) if positive else advantages.abs()
         mean = ((size * mask).sum(1) / mask.sum(1)).double()
-        return ((mean + 1e-6) ** self.args.priority_alpha).tolist()
+        return (mean + 1e-6) ** self.args.priority_alpha
 
     def add(self, rows: dict, iteration: int):
-        """Cut to their lengths; a row without a token is left out."""
-        valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
-        priorities = self.priorities(rows["advantages"], valid)
-        for i in valid.any(1).nonzero().flatten().tolist():
-            where = {name: prompts[i] if "prompt" in name else valid[i] for name in STORED}
-            sample = {name: rows[name][i][keep].cpu() for name, keep in where.items()}
-            sample |= dict(score=rows["scores"][i].item(), priority=priorities[i])
-            self.samples.append(sample | dict(birth=iteration, reuse=0))
+        self.samples += [x | dict(birth=iteration, reuse=0) for x in self.unpad(rows, STORED)]
+        self.evict(iteration)
 
-    def refresh(self, samples: list[dict], values, advantages, mask):
-        """What was drawn is kept as critic and policy see it today."""
-        for i, priority in enumerate(self.priorities(advantages, mask)):
-            new = dict(values=values[i], advantages=advantages[i])
-            samples[i] |= {name: x[mask[i] > 0].cpu() for name, x in new.items()} | dict(priority=priority)
+    def unpad(self, rows: dict, names: list[str]) -> list[dict]:
+        """Rows cut to their lengths, score and priority; one without a token (NaN) is left out."""
+        valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
+        priorities, samples = self.priorities(rows["advantages"], valid).tolist(), []
+        for i in valid.any(1).nonzero().flatten().tolist():
+            where = {name: prompts[i] if "prompt" in name else valid[i] for name in names}
+            sample = {name: rows[name][i][keep].cpu() for name, keep in where.items()}
+            samples.append(sample | dict(score=rows["scores"][i].item(), priority=priorities[i]))
+        return samples
 
     def evict(self, iteration: int):
         """What is too old or was drawn too often goes, then the oldest beyond the capacity."""
-        oldest, most = iteration - self.args.staleness_threshold, self.args.max_replay_reuse
-        live = [x for x in self.samples if x["birth"] >= oldest and x["reuse"] < most]
-        small = self.args.replay_start_size and iteration < self.args.replay_grow_iteration
-        self.samples = live[-(self.args.replay_start_size if small else self.args.replay_buffer_size) :]
+        args, oldest = self.args, iteration - self.args.staleness_threshold
+        small = args.replay_start_size and iteration < args.replay_grow_iteration
+        capacity = args.replay_start_size if small else args.replay_buffer_size
+        live = [x for x in self.samples if x["birth"] >= oldest and x["reuse"] < args.max_replay_reuse]
+        self.samples = live[-capacity:]
 
     def draw(self, iteration: int) -> tuple[list[dict], torch.Tensor]:
         """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)
 
         The weights (N P)^-beta / max undo the odds (section 3.4 of arXiv:1511.05952).
         """
+        self.evict(iteration)
         args, most = self.args, self.args.max_replay_reuse
         if args.adaptive_reuse and self.last_kl >= 0.01:
             most = max(1, most // 3)  # the policy moves fast: rollouts drawn often have to wait
@@ -457,7 +449,7 @@ class ReplayBuffer:
             ages = iteration - torch.tensor([x["birth"] for x in live])
             odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
         odds = odds / odds.sum()
-        chosen = odds.multinomial(min(self.draw_size, len(live)), replacement=True)
+        chosen = odds.multinomial(min(args.replay_sample_size, len(live)), replacement=True)
         weights = (len(live) * odds[chosen]) ** -self.beta
         self.beta = min(1.0, self.beta + args.priority_beta_increment)
         for i in set(chosen.tolist()):
@@ -513,11 +505,14 @@ def staleness(name: str, rows: dict) -> dict[str, float]:
     return {f"{name}/{key}": x.item() for key, x in metrics.items()}
 
 
-def forecast_efficiency(batch_size: int, sample_size: int, max_reuse: int) -> tuple[float, str]:
-    """Samples that enter an update per sample generated, at most, and what limits it."""
-    if sample_size <= max_reuse * batch_size:
-        return 1 + sample_size / batch_size, f"{sample_size} drawn per {batch_size} generated"
-    return 1 + max_reuse, f"at most {max_reuse} draws of each"
+def forecast(args, num_stored: int) -> str:
+    """Answers that enter an update per answer generated, at most, and what limits it."""
+    most = num_stored + args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
+    if args.min_replay_size > most:
+        return f"warning: there will never be more than {most} rollouts: --min-replay-size"
+    drawn, reuse = args.replay_sample_size / args.batch_size, args.max_replay_reuse
+    limit = "--replay-sample-size" if drawn <= reuse else "--max-replay-reuse"
+    return f"replay: EFF will be at most {1 + min(drawn, reuse):.2f}x, limited by {limit}"
 
 
 def masked_mean(x, mask):
@@ -659,16 +654,15 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, uniforms=None):
+def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None):
     """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
 
     Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
     `generate` would apply a checkpoint's generation config: its samples are not the policy's.
     """
     shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
-    rows = dict(response_ids=torch.full(shape, pad_id, device=device))
-    rows["response_mask"] = torch.zeros_like(rows["response_ids"])
-    rows |= {name: torch.zeros(shape, device=device) for name in ("logprobs", "values")}
+    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
+    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
     alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; others cost nothing
     caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
     ids, mask = prompt_ids, prompt_mask
@@ -696,8 +690,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
     rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    limits = (tokenizer.pad_token_id, args.max_response_length)
-    rows |= generate(policy, *rows.values(), *limits, uniforms)
+    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
     valid = rows["response_mask"].bool()
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
     texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
@@ -722,18 +715,14 @@ def score_rows(model, rows: dict, num_rows: int):
 
 
 # v2: buffer
-def samples_to_rows(samples: list[dict], policy, num_rows: int) -> dict:
-    """Stored rollouts as padded rows, with log-probs and values of the policy as it is now."""
+def samples_to_rows(samples: list[dict], device) -> dict:
+    """Stored rollouts, padded again."""
     parts = [{name: [sample[name]] for name in STORED} for sample in samples]
     for part in parts:
         part |= {f"{x}_mask": [torch.ones_like(part[f"{x}_ids"][0])] for x in ("prompt", "response")}
-    rows = {name: x.to(policy.eos_ids.device) for name, x in join(parts).items()}
-    rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(rows["values"])
-    rows["ended"] = torch.ones_like(rows["scores"])  # asked of fresh answers only
-    rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
-    known = ~rows["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
-    rows["mu_logprobs"] = rows["mu_logprobs"].where(known, rows["logprobs"])
-    return rows
+    rows = {name: x.to(device) for name, x in join(parts).items()}
+    rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(device)
+    return rows | dict(ended=torch.ones_like(rows["scores"]))  # asked of fresh answers only
 
 
 # v2: correction, imitation
@@ -755,35 +744,30 @@ def weigh_rows(advantages, mask, draw_weights, args) -> dict:
 
 
 # v2: log
-def write_rollouts(path: Path, rows: dict, tokenizer):
-    valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
+def write_rollouts(path: Path, samples: list[dict], tokenizer):
     with open(path, "a") as file:
-        for i, score in enumerate(rows["scores"].tolist()):
-            ids = rows["response_ids"][i][valid[i]].tolist()
-            row = dict(prompt_ids=rows["prompt_ids"][i][prompts[i]].tolist(), response_ids=ids, score=score)
-            row |= dict(logprobs=rows["mu_logprobs"][i][valid[i]].tolist(), response=tokenizer.decode(ids))
-            file.write(json.dumps(row) + "\n")
+        for sample in samples:
+            prompt, ids, logprobs = (sample[name].tolist() for name in STORED[:3])
+            row = dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs, score=sample["score"])
+            file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n")
 
 
 def read_rollouts(path: str, tokenizer, args) -> list[dict]:
     """What `write_rollouts` wrote, or others: prompt may stand for prompt_ids, logprobs may be missing."""
-    samples = []
-    for number, line in enumerate(open(path, "rb"), 1):
-        try:
-            row = json.loads(line)
-            if "prompt_ids" not in row:
-                row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
-            prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
-            logprobs = row.get("logprobs", [math.nan] * len(ids))
-            assert len(logprobs) == len(ids) and math.isfinite(score)
-            assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
-            assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
-            sys.exit(f"--replay-from {path}: line {number} must be JSON with a prompt or prompt_ids, "
-                     "response_ids in this model's tokens, a score and, where known, logprobs")
-        empty = dict.fromkeys(STORED[3:], torch.zeros(len(ids)))
-        tokens = dict(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(ids))
-        samples.append(empty | tokens | dict(mu_logprobs=torch.tensor(logprobs), score=score))
+
+    def to_sample(row: dict) -> dict:
+        if "prompt_ids" not in row:
+            row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
+        prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
+        logprobs = row.get("logprobs", [math.nan] * len(ids))
+        assert len(logprobs) == len(ids) and math.isfinite(score)
+        assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
+        assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
+        empty, known = dict.fromkeys(STORED[3:], torch.zeros(len(ids))), (prompt, ids, logprobs)
+        return empty | dict(zip(STORED, map(torch.tensor, known), strict=False)) | dict(score=score)
+
+    expected = "prompt or prompt_ids, response_ids of this model, score and, where known, logprobs"
+    samples = read_jsonl(path, to_sample, expected)
     unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
     print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
     return samples
@@ -972,8 +956,7 @@ def warm_start(lm, pairs, tokenizer, args):
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        scrambled = [prompt + "".join(rng.sample(answer, len(answer))) for prompt, answer in batch]
-        texts = [text + tokenizer.eos_token for text in scrambled]
+        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
         lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
@@ -1043,22 +1026,18 @@ def main(args: Args) -> dict[str, float]:
         global_step, rows = iteration * args.batch_size, saved["rows"]
         metrics = {name: x for name, x in rows[-1].items() if x is not None}
     # v2: lag, buffer, log
-    past_weights, buffer, trained, log_size = [], ReplayBuffer(args), 0, 0
+    past_weights, buffer, log_size = [], ReplayBuffer(args), 0
     if iteration:
-        past_weights, trained, log_size = (saved[name] for name in ("past_weights", "trained", "log_size"))
-        buffer.samples, buffer.beta, buffer.last_kl = saved["buffer"]
+        past_weights, log_size = saved["past_weights"], saved["log_size"]
+        vars(buffer).update(saved["buffer"] | dict(args=args))
     elif args.replay_from:
-        logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), policy, num_rows)
+        logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), device)
         if reference is not None:
             logged["ref_logprobs"], _, _ = score_rows(reference, logged, num_rows)
         logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until it is drawn
         buffer.add(logged, 0)
     if args.use_replay_buffer:  # v2: status
-        limits = (args.batch_size, buffer.draw_size, args.max_replay_reuse)
-        print("replay: EFF will be at most {:.2f}x, limited by {}".format(*forecast_efficiency(*limits)))
-        most = args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
-        if args.min_replay_size > most + len(buffer.samples):
-            print(f"warning: there will never be more than {most} rollouts: --min-replay-size")
+        print(forecast(args, len(buffer.samples)))
     stop = catch_signals()
     run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
     log_path = run.dir / "rollouts.jsonl"  # v2: log
@@ -1107,10 +1086,13 @@ def main(args: Args) -> dict[str, float]:
         # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
         samples, draw_weights, beta = [], torch.ones(0), buffer.beta
         if args.use_replay_buffer:
-            buffer.evict(iteration)
             samples, draw_weights = buffer.draw(iteration)
         if samples:
-            batch = join([batch, samples_to_rows(samples, policy, num_rows)])
+            drawn = samples_to_rows(samples, device)
+            drawn["logprobs"], _, drawn["values"] = score_rows(policy, drawn, num_rows)
+            unknown = drawn["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
+            drawn["mu_logprobs"] = drawn["logprobs"].where(unknown, drawn["mu_logprobs"])
+            batch = join([batch, drawn])
 
         # 2 advantages
         mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
@@ -1159,24 +1141,22 @@ def main(args: Args) -> dict[str, float]:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
         # v2: status: from here on the fresh answers alone
-        size, told = args.batch_size, {}
-        if args.rollout_lag:
-            told |= staleness("lag", {name: x[:size] for name, x in batch.items()})
+        rows, size = batch | dict(advantages=advantages), args.batch_size  # neither whitened nor cut
+        batch, drawn = ({k: x[part] for k, x in rows.items()} for part in (slice(size), slice(size, None)))
+        mask, past = mask[:size], [x[:size] for x in past]
+        told = staleness("lag", batch) if args.rollout_lag else {}
         if samples:
-            told |= staleness("replay", {name: x[size:] for name, x in batch.items()})
-            told["replay/age"] = iteration - sum(x["birth"] for x in samples) / len(samples)
-            told["replay/beta"] = beta
-            buffer.refresh(samples, batch["values"][size:], advantages[size:], mask[size:])
-        batch = {name: x[:size] for name, x in batch.items()}
-        advantages, mask, past = advantages[:size], mask[:size], [x[:size] for x in past]
+            age = iteration - sum(x["birth"] for x in samples) / len(samples)
+            told |= staleness("replay", drawn) | {"replay/age": age, "replay/beta": beta}
+            for sample, new in zip(samples, buffer.unpad(drawn, ["values", "advantages"]), strict=True):
+                sample |= new  # what was drawn is kept as critic and policy see it today
 
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
-        explained = explained_variance(batch["values"], batch["returns"], mask)
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
         metrics |= {
             "global_step": global_step,
-            "losses/explained_variance": explained.item(),
+            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
             "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
             "losses/skipped_steps": skipped_steps,
             "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
@@ -1197,16 +1177,15 @@ def main(args: Args) -> dict[str, float]:
             metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
         metrics |= told
         if args.log_rollouts and rank == 0:  # v2: log
-            write_rollouts(log_path, batch, tokenizer)
+            write_rollouts(log_path, buffer.unpad(batch, STORED), tokenizer)
         if args.use_replay_buffer:
-            buffer.add(batch | dict(advantages=advantages), iteration)
-            buffer.evict(iteration)  # BUF counts what may still be drawn
+            buffer.add(batch, iteration)
             buffer.last_kl = metrics["losses/approx_kl"]
-            trained += args.batch_size + len({id(sample) for sample in samples})  # copies count once
-            stats = buffer.buffer_stats(iteration)
+            buffer.num_drawn += len({id(sample) for sample in samples})  # copies count once
+            stats, used = buffer.buffer_stats(iteration), (global_step + buffer.num_drawn) / global_step
             metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
-            metrics |= {"buffer_size": len(buffer.samples), "avg_sample_reuse": stats["avg_reuse_count"]}
-            metrics |= {"replay_ratio": trained / global_step - 1, "sample_efficiency": trained / global_step}
+            metrics |= dict(buffer_size=stats["buffer_size"], avg_sample_reuse=stats["avg_reuse_count"])
+            metrics |= dict(replay_ratio=used - 1, sample_efficiency=used)
         # v1: kl
         kl = ((past[0] - past[1]) * mask).sum(1).mean().item()  # nats per answer
         metrics |= {"kl_divergence": kl, "losses/kl_coef": kl_coef, "learning_rate": lr}
@@ -1227,7 +1206,7 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics)
         line = f"PL:{means[0]:.2f} VL:{means[1]:.2f} R:{metrics['charts/score']:.2f}"
         if args.use_replay_buffer:  # v2: status
-            line += f" BUF:{len(buffer.samples)} EFF:{trained / global_step:.1f}x"
+            line += f" BUF:{metrics['buffer_size']} EFF:{metrics['sample_efficiency']:.1f}x"
         run.status(line, iteration)
         # v1: checkpoint
         stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
@@ -1239,8 +1218,7 @@ def main(args: Args) -> dict[str, float]:
             state |= dict(counters=(iteration, skipped_steps, best_score, stale_evals))
             state |= dict(kl_coef=kl_coef, rows=run.rows)
             # v2: lag, buffer, log
-            state |= dict(past_weights=past_weights, trained=trained)
-            state |= dict(buffer=(buffer.samples, buffer.beta, buffer.last_kl))
+            state |= dict(past_weights=past_weights, buffer=vars(buffer) | dict(args=None))
             state["log_size"] = log_path.stat().st_size if log_path.exists() else 0
             if rank == 0:
                 save_checkpoint(run.dir / "checkpoint.pt", state)
@@ -1256,10 +1234,9 @@ def main(args: Args) -> dict[str, float]:
         "what the critic predicts": ["losses/explained_variance"],
     }
     if args.rollout_lag or args.use_replay_buffer:  # v2: status
-        stale = "lag" if args.rollout_lag else "replay"
         panels |= {
             "score of fresh and of replayed answers": ["charts/score", "replay/score"],
-            "nats from the sampler, effective share": [f"{stale}/kl_behaviour", f"{stale}/ess"],
+            "nats from the sampler": ["lag/kl_behaviour", "replay/kl_behaviour"],
             "answers in the buffer": ["buffer_size"],
             "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
         }
