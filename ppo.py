@@ -212,10 +212,8 @@ class PolicyWithValue(nn.Module):
         self.eval()  # for good: dropout is noise in ratios
 
     def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)
-
-        `mask` (B,T) covers what the caches hold, too; `ids` (B,t) are the last of these tokens.
-        """
+        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)"""
+        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
         inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
         inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
         heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
@@ -395,18 +393,15 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None):
-    """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
-
-    Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
-    `generate` would apply a checkpoint's generation config: its samples are not the policy's.
-    """
-    shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
+def generate(policy, ids, mask, max_response_length, uniforms=None):
+    """Continue prompts (B,P): sample, or without uniforms (B,R) take the likeliest.  -> dict of (B,R)"""
+    # Log-probs and values are the sampler's own, which saves a second pass. transformers' `generate`
+    # would apply a checkpoint's generation config: its samples are not the policy's.
+    shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
-    alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; others cost nothing
+    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
     caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
-    ids, mask = prompt_ids, prompt_mask
     for t in range(max_response_length):
         logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])

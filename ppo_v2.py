@@ -30,7 +30,6 @@ import os
 import random
 import re
 import runpy
-import shutil
 import signal
 import sys
 import time
@@ -294,10 +293,8 @@ class PolicyWithValue(nn.Module):
         self.eval()  # for good: dropout is noise in ratios
 
     def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)
-
-        `mask` (B,T) covers what the caches hold, too; `ids` (B,t) are the last of these tokens.
-        """
+        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)"""
+        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
         inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
         inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
         heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
@@ -432,10 +429,7 @@ class ReplayBuffer:
         self.samples = live[-capacity:]
 
     def draw(self, iteration: int) -> tuple[list[dict], torch.Tensor]:
-        """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)
-
-        The weights (N P)^-beta / max undo the odds (section 3.4 of arXiv:1511.05952).
-        """
+        """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)"""
         self.evict(iteration)
         args, most = self.args, self.args.max_replay_reuse
         if args.adaptive_reuse and self.last_kl >= 0.01:
@@ -450,7 +444,7 @@ class ReplayBuffer:
             odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
         odds = odds / odds.sum()
         chosen = odds.multinomial(min(args.replay_sample_size, len(live)), replacement=True)
-        weights = (len(live) * odds[chosen]) ** -self.beta
+        weights = (len(live) * odds[chosen]) ** -self.beta  # undo the odds: section 3.4 of arXiv:1511.05952
         self.beta = min(1.0, self.beta + args.priority_beta_increment)
         for i in set(chosen.tolist()):
             live[i]["reuse"] += 1  # once per iteration, however often it fills the draw
@@ -626,13 +620,11 @@ def ppo_loss(policy, mb, num_tokens, args):
     # v2: correction
     rule = (mask * mb["stale"], args.correction, args.correction_limit, clip)
     stale = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
-    fresh = (pg_loss, clipped)
-    pg_loss, clipped = (torch.where(mb["stale"], x, y) for x, y in zip(stale, fresh, strict=True))
+    both = zip(stale, (pg_loss, clipped), strict=True)
+    pg_loss, clipped = (torch.where(mb["stale"], *pair) for pair in both)
     # v2: imitation, status
-    pg_loss, v_loss = pg_loss * mb["weights"], v_loss * mb["value_weights"]
-    old = mb["replayed"].float()
-    moved, apart = moved * (1 - old), (old, kl * old, clipped * old)
-    terms = (pg_loss, v_loss, entropy, kl, clipped, moved, *apart)
+    pg_loss, v_loss, old = pg_loss * mb["weights"], v_loss * mb["value_weights"], mb["replayed"].float()
+    terms = (pg_loss, v_loss, entropy, kl, clipped, moved * (1 - old), old, kl * old, clipped * old)
     terms = [(x * mask).sum() / num_tokens for x in terms]
     loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]
     return loss, torch.stack(terms).detach()
@@ -654,18 +646,15 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None):
-    """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
-
-    Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
-    `generate` would apply a checkpoint's generation config: its samples are not the policy's.
-    """
-    shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
+def generate(policy, ids, mask, max_response_length, uniforms=None):
+    """Continue prompts (B,P): sample, or without uniforms (B,R) take the likeliest.  -> dict of (B,R)"""
+    # Log-probs and values are the sampler's own, which saves a second pass. transformers' `generate`
+    # would apply a checkpoint's generation config: its samples are not the policy's.
+    shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
-    alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; others cost nothing
+    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
     caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
-    ids, mask = prompt_ids, prompt_mask
     for t in range(max_response_length):
         logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
@@ -868,14 +857,12 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded o
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder that takes the place of the one before."""
+    """An ordinary Hugging Face folder; killed in the middle of it, a resumed run writes it again."""
     state = dcp.get_model_state_dict(policy, options=FULL)
     if not dist.is_initialized() or dist.get_rank() == 0:
         state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(f"{folder}.tmp", state_dict=state)
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
-        os.replace(f"{folder}.tmp", folder)
+        policy.lm.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
 
 
 # v1: memory
@@ -937,14 +924,11 @@ def join(parts: list[dict]) -> dict:
 
 
 def gather_rows(rows: dict, world_size: int) -> dict:
-    """All rows on every rank, in the order of one process: rank r sampled r, r + world_size, ..
-
-    What follows (advantages, shuffling) is then the same arithmetic on every rank.
-    """
+    """All rows on every rank in the order of one process: advantages and shuffling are then alike."""
     parts = [None] * world_size
     dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
     joined = join(parts)
-    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()
+    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank r sampled r, ..
     return {name: x[order].to(rows[name].device) for name, x in joined.items()}
 
 
@@ -975,8 +959,6 @@ def main(args: Args) -> dict[str, float]:
     rank, world_size, device = init_distributed(device)
     if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
-    if args.fsdp and world_size == 1:
-        sys.exit("--fsdp needs torchrun with two processes or more")
     if args.correction == "m2po" and world_size * args.gradient_accumulation_steps > 1:
         sys.exit("--correction m2po looks at a whole minibatch: one process, no micro-batches")
     lm, tokenizer, eos_ids = load_lm(args)
@@ -1002,8 +984,7 @@ def main(args: Args) -> dict[str, float]:
     # v1: schedule: its function alone, of the iteration; nothing to save
     steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
     kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
-    throwaway = torch.optim.SGD([torch.zeros(1)], lr)
-    schedule = transformers.get_scheduler(kind, throwaway, **steps).lr_lambdas[0]
+    schedule = transformers.get_scheduler(kind, optimizer, **steps).lr_lambdas[0]
     stream = []  # every prompt once per pass, each pass in an order of its own
     while len(stream) < args.num_iterations * args.batch_size:
         rng = random.Random(f"{args.seed}/{len(stream)}")
@@ -1021,8 +1002,8 @@ def main(args: Args) -> dict[str, float]:
         print(f"resuming {path}; options that changed: {changed or 'none'}")
         states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
         dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        iteration, skipped_steps, best_score, stale_evals = saved["counters"]
-        kl_coef = saved["kl_coef"] if args.adaptive_kl else args.kl_coef
+        iteration, skipped_steps, best_score, stale_evals, kl_coef = saved["counters"]
+        kl_coef = kl_coef if args.adaptive_kl else args.kl_coef
         global_step, rows = iteration * args.batch_size, saved["rows"]
         metrics = {name: x for name, x in rows[-1].items() if x is not None}
     # v2: lag, buffer, log
@@ -1109,10 +1090,9 @@ def main(args: Args) -> dict[str, float]:
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
             # v2: mix
-            if samples:
-                order = torch.randperm(len(samples)).to(device) + args.batch_size
-                parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
-                minibatches = list(map(torch.cat, parts))
+            order = torch.randperm(len(samples)).to(device) + args.batch_size
+            parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
+            minibatches = list(map(torch.cat, parts))
             for mb_inds in minibatches:
                 optimizer.zero_grad()
                 num_tokens = batch["response_mask"][mb_inds].sum()
@@ -1141,8 +1121,8 @@ def main(args: Args) -> dict[str, float]:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
         # v2: status: from here on the fresh answers alone
-        rows, size = batch | dict(advantages=advantages), args.batch_size  # neither whitened nor cut
-        batch, drawn = ({k: x[part] for k, x in rows.items()} for part in (slice(size), slice(size, None)))
+        batch["advantages"], size = advantages, args.batch_size  # neither whitened nor cut
+        batch, drawn = ({k: x[part] for k, x in batch.items()} for part in (slice(size), slice(size, None)))
         mask, past = mask[:size], [x[:size] for x in past]
         told = staleness("lag", batch) if args.rollout_lag else {}
         if samples:
@@ -1186,11 +1166,11 @@ def main(args: Args) -> dict[str, float]:
             metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
             metrics |= dict(buffer_size=stats["buffer_size"], avg_sample_reuse=stats["avg_reuse_count"])
             metrics |= dict(replay_ratio=used - 1, sample_efficiency=used)
-        # v1: kl
+        # v1: kl, nan
         kl = ((past[0] - past[1]) * mask).sum(1).mean().item()  # nats per answer
         metrics |= {"kl_divergence": kl, "losses/kl_coef": kl_coef, "learning_rate": lr}
-        metrics |= {"total_loss": means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]}
-        metrics["rollout/nan_rewards"] = (mask.sum(1) == 0).sum().item()  # v1: nan
+        metrics["total_loss"] = means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]
+        metrics["rollout/nan_rewards"] = (mask.sum(1) == 0).sum().item()
         if args.adaptive_kl:
             kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, args.batch_size)
 
@@ -1210,19 +1190,17 @@ def main(args: Args) -> dict[str, float]:
         run.status(line, iteration)
         # v1: checkpoint
         stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
-        early = 0 < args.early_stopping_patience <= stale_evals
-        last = iteration == args.num_iterations
-        if last or early or stopping or iteration % args.save_every == 0:
+        ended = iteration == args.num_iterations or 0 < args.early_stopping_patience <= stale_evals
+        if ended or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args))
-            state |= dict(counters=(iteration, skipped_steps, best_score, stale_evals))
-            state |= dict(kl_coef=kl_coef, rows=run.rows)
+            state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args), rows=run.rows)
+            state["counters"] = iteration, skipped_steps, best_score, stale_evals, kl_coef
             # v2: lag, buffer, log
             state |= dict(past_weights=past_weights, buffer=vars(buffer) | dict(args=None))
             state["log_size"] = log_path.stat().st_size if log_path.exists() else 0
             if rank == 0:
                 save_checkpoint(run.dir / "checkpoint.pt", state)
-        if stopping and not last:
+        if stopping and not ended:
             print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
             return metrics
 

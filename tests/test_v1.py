@@ -358,6 +358,5 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(rank, tmp_path)
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path):
-    for options in (dict(gradient_accumulation_steps=3), dict(fsdp=True)):
-        with pytest.raises(SystemExit, match="--batch-size must divide|--fsdp needs torchrun"):
-            run(ppo_v1, tmp_path / "run", **options)
+    with pytest.raises(SystemExit, match="--batch-size must divide"):
+        run(ppo_v1, tmp_path / "run", gradient_accumulation_steps=3)

@@ -348,7 +348,8 @@ def test_a_draw_refreshes_value_advantage_and_priority(tmp_path, monkeypatch):
     """By today's critic and policy; a row's returns less its values are its advantages."""
     draws, cuts = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer), spy(monkeypatch, "unpad", ppo_v2.ReplayBuffer)
     run(ppo_v2, tmp_path / "run", **REPLAY, replay_advantages="all")
-    first = {tuple(x["mu_logprobs"].tolist()): x["priority"] for (_, _, names), new in cuts if names == ppo_v2.STORED for x in new}
+    added = [sample for (_, _, names), new in cuts if names == ppo_v2.STORED for sample in new]
+    first = {tuple(x["mu_logprobs"].tolist()): x["priority"] for x in added}
     again = [(rows, new) for (_, rows, names), new in cuts if names == ["values", "advantages"]]
     for rows, new in again:
         for i, sample in enumerate(new):
