@@ -527,8 +527,8 @@ def warm_start(lm, pairs, tokenizer, args):
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
         texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
-        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
@@ -545,7 +545,6 @@ def main(args: Args) -> dict[str, float]:
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
-    lm.to(device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
     reference = None

@@ -623,9 +623,8 @@ def save_memory(policy, reference, args):
     for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
         trunk.gradient_checkpointing_enable()
         for module in trunk.modules():
-            for name in [k for k, x in vars(module).items() if type(x) is float]:
-                if "drop" in name or isinstance(module, nn.Dropout):
-                    setattr(module, name, 0.0)
+            floats = [name for name, x in vars(module).items() if type(x) is float]
+            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
     for model in filter(None, (policy, reference)) if args.bf16 else ():
         autocast = torch.autocast(policy.eos_ids.device.type, torch.bfloat16)
         model.forward, model.step = autocast(model.forward), autocast(model.step)
@@ -693,8 +692,8 @@ def warm_start(lm, pairs, tokenizer, args):
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
         texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
-        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
@@ -715,7 +714,6 @@ def main(args: Args) -> dict[str, float]:
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
-    lm.to(device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
     reference = None
@@ -812,10 +810,9 @@ def main(args: Args) -> dict[str, float]:
                     loss.backward()
                     stats = stats + micro_stats
                 sum_gradients(policy, world_size)
-                stats = total(stats)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm  # v1: distributed
-                stats = torch.cat([stats, grad_norm[None]])
+                stats = torch.cat([total(stats), grad_norm[None]])
                 if not stats.isfinite().all():  # a NaN must not reach the weights
                     skipped_steps += 1
                     continue

@@ -741,7 +741,7 @@ def write_rollouts(path: Path, samples: list[dict], tokenizer):
             file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n")
 
 
-def read_rollouts(path: str, tokenizer, args) -> list[dict]:
+def read_rollouts(path: str, tokenizer, policy, reference, num_rows: int, args) -> dict:
     """What `write_rollouts` wrote, or others: prompt may stand for prompt_ids, logprobs may be missing."""
 
     def to_sample(row: dict) -> dict:
@@ -759,7 +759,10 @@ def read_rollouts(path: str, tokenizer, args) -> list[dict]:
     samples = read_jsonl(path, to_sample, expected)
     unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
     print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
-    return samples
+    rows = samples_to_rows(samples, policy.eos_ids.device)
+    if reference is not None:
+        rows["ref_logprobs"], _, _ = score_rows(reference, rows, num_rows)
+    return rows | dict(advantages=rows["scores"][:, None].expand_as(rows["values"]))  # until it is drawn
 
 
 # --- evaluate ---
@@ -871,9 +874,8 @@ def save_memory(policy, reference, args):
     for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
         trunk.gradient_checkpointing_enable()
         for module in trunk.modules():
-            for name in [k for k, x in vars(module).items() if type(x) is float]:
-                if "drop" in name or isinstance(module, nn.Dropout):
-                    setattr(module, name, 0.0)
+            floats = [name for name, x in vars(module).items() if type(x) is float]
+            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
     for model in filter(None, (policy, reference)) if args.bf16 else ():
         autocast = torch.autocast(policy.eos_ids.device.type, torch.bfloat16)
         model.forward, model.step = autocast(model.forward), autocast(model.step)
@@ -941,8 +943,8 @@ def warm_start(lm, pairs, tokenizer, args):
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
         texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
-        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
@@ -965,7 +967,6 @@ def main(args: Args) -> dict[str, float]:
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
-    lm.to(device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
     reference = None
@@ -1012,11 +1013,7 @@ def main(args: Args) -> dict[str, float]:
         past_weights, log_size = saved["past_weights"], saved["log_size"]
         vars(buffer).update(saved["buffer"] | dict(args=args))
     elif args.replay_from:
-        logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), device)
-        if reference is not None:
-            logged["ref_logprobs"], _, _ = score_rows(reference, logged, num_rows)
-        logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until it is drawn
-        buffer.add(logged, 0)
+        buffer.add(read_rollouts(args.replay_from, tokenizer, policy, reference, num_rows, args), 0)
     if args.use_replay_buffer:  # v2: status
         print(forecast(args, len(buffer.samples)))
     stop = catch_signals()
@@ -1104,10 +1101,9 @@ def main(args: Args) -> dict[str, float]:
                     loss.backward()
                     stats = stats + micro_stats
                 sum_gradients(policy, world_size)
-                stats = total(stats)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm  # v1: distributed
-                stats = torch.cat([stats, grad_norm[None]])
+                stats = torch.cat([total(stats), grad_norm[None]])
                 if not stats.isfinite().all():  # a NaN must not reach the weights
                     skipped_steps += 1
                     continue
@@ -1124,12 +1120,6 @@ def main(args: Args) -> dict[str, float]:
         batch["advantages"], size = advantages, args.batch_size  # neither whitened nor cut
         batch, drawn = ({k: x[part] for k, x in batch.items()} for part in (slice(size), slice(size, None)))
         mask, past = mask[:size], [x[:size] for x in past]
-        told = staleness("lag", batch) if args.rollout_lag else {}
-        if samples:
-            age = iteration - sum(x["birth"] for x in samples) / len(samples)
-            told |= staleness("replay", drawn) | {"replay/age": age, "replay/beta": beta}
-            for sample, new in zip(samples, buffer.unpad(drawn, ["values", "advantages"]), strict=True):
-                sample |= new  # what was drawn is kept as critic and policy see it today
 
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
@@ -1152,10 +1142,15 @@ def main(args: Args) -> dict[str, float]:
         # v2: status
         share, kl_replay, clipped_replay = (metrics.pop(f"losses/{name}") for name in LOSSES[6:])
         metrics["rollout/logprob_mismatch"] /= 1 - updates[0][6].item()
-        for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)) if share else ():
-            metrics[f"losses/{name}_replay"] = replay / share
-            metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
-        metrics |= told
+        metrics |= staleness("lag", batch) if args.rollout_lag else {}
+        if samples:
+            age = iteration - sum(x["birth"] for x in samples) / len(samples)
+            metrics |= staleness("replay", drawn) | {"replay/age": age, "replay/beta": beta}
+            for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)):
+                metrics[f"losses/{name}_replay"] = replay / share
+                metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
+            for sample, new in zip(samples, buffer.unpad(drawn, ["values", "advantages"]), strict=True):
+                sample |= new  # what was drawn is kept as critic and policy see it today
         if args.log_rollouts and rank == 0:  # v2: log
             write_rollouts(log_path, buffer.unpad(batch, STORED), tokenizer)
         if args.use_replay_buffer:
