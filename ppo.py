@@ -103,21 +103,17 @@ class Args:
 
 
 # --- task ---
-BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-
-
 def final_answer(text: str) -> str:
     """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(BOXED, text)
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
     return (boxed[-1] if boxed else text.split("####")[-1]).strip()
 
 
 def verify(prompt, response, answer) -> bool:
     """Is the final answer right as a text, or its last number as a number?"""
-    response = final_answer(response)
-    numbers = re.findall(NUMBER, response)
-    if numbers and re.fullmatch(NUMBER, answer):
+    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    numbers = re.findall(number, response)
+    if numbers and re.fullmatch(number, answer):
         response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
     return response == answer
 

@@ -184,21 +184,17 @@ class Args:
 
 
 # --- task ---
-BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-
-
 def final_answer(text: str) -> str:
     """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(BOXED, text)
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
     return (boxed[-1] if boxed else text.split("####")[-1]).strip()
 
 
 def verify(prompt, response, answer) -> bool:
     """Is the final answer right as a text, or its last number as a number?"""
-    response = final_answer(response)
-    numbers = re.findall(NUMBER, response)
-    if numbers and re.fullmatch(NUMBER, answer):
+    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    numbers = re.findall(number, response)
+    if numbers and re.fullmatch(number, answer):
         response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
     return response == answer
 
@@ -704,14 +700,16 @@ def score_rows(model, rows: dict, num_rows: int):
 
 
 # v2: buffer
-def samples_to_rows(samples: list[dict], device) -> dict:
-    """Stored rollouts, padded again."""
+def samples_to_rows(samples: list[dict], policy, num_rows: int) -> dict:
+    """Stored rollouts as padded rows, with log-probs and values of the policy as it is now."""
     parts = [{name: [sample[name]] for name in STORED} for sample in samples]
     for part in parts:
         part |= {f"{x}_mask": [torch.ones_like(part[f"{x}_ids"][0])] for x in ("prompt", "response")}
-    rows = {name: x.to(device) for name, x in join(parts).items()}
-    rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(device)
-    return rows | dict(ended=torch.ones_like(rows["scores"]))  # asked of fresh answers only
+    rows = {name: x.to(policy.eos_ids.device) for name, x in join(parts).items()}
+    rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(rows["values"])
+    rows["ended"] = torch.ones_like(rows["scores"])  # asked of fresh answers only
+    rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
+    return rows
 
 
 # v2: correction, imitation
@@ -741,7 +739,7 @@ def write_rollouts(path: Path, samples: list[dict], tokenizer):
             file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n")
 
 
-def read_rollouts(path: str, tokenizer, policy, reference, num_rows: int, args) -> dict:
+def read_rollouts(path: str, tokenizer, args) -> list[dict]:
     """What `write_rollouts` wrote, or others: prompt may stand for prompt_ids, logprobs may be missing."""
 
     def to_sample(row: dict) -> dict:
@@ -759,10 +757,7 @@ def read_rollouts(path: str, tokenizer, policy, reference, num_rows: int, args) 
     samples = read_jsonl(path, to_sample, expected)
     unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
     print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
-    rows = samples_to_rows(samples, policy.eos_ids.device)
-    if reference is not None:
-        rows["ref_logprobs"], _, _ = score_rows(reference, rows, num_rows)
-    return rows | dict(advantages=rows["scores"][:, None].expand_as(rows["values"]))  # until it is drawn
+    return samples
 
 
 # --- evaluate ---
@@ -1013,7 +1008,11 @@ def main(args: Args) -> dict[str, float]:
         past_weights, log_size = saved["past_weights"], saved["log_size"]
         vars(buffer).update(saved["buffer"] | dict(args=args))
     elif args.replay_from:
-        buffer.add(read_rollouts(args.replay_from, tokenizer, policy, reference, num_rows, args), 0)
+        logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), policy, num_rows)
+        if reference is not None:
+            logged["ref_logprobs"], _, _ = score_rows(reference, logged, num_rows)
+        logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until it is drawn
+        buffer.add(logged, 0)
     if args.use_replay_buffer:  # v2: status
         print(forecast(args, len(buffer.samples)))
     stop = catch_signals()
@@ -1066,8 +1065,7 @@ def main(args: Args) -> dict[str, float]:
         if args.use_replay_buffer:
             samples, draw_weights = buffer.draw(iteration)
         if samples:
-            drawn = samples_to_rows(samples, device)
-            drawn["logprobs"], _, drawn["values"] = score_rows(policy, drawn, num_rows)
+            drawn = samples_to_rows(samples, policy, num_rows)
             unknown = drawn["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
             drawn["mu_logprobs"] = drawn["logprobs"].where(unknown, drawn["mu_logprobs"])
             batch = join([batch, drawn])
