@@ -128,7 +128,7 @@ class Args:
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
     use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
     correction: Annotated[CORRECTIONS, OLD_NAME] = "decoupled"  # of tokens that an older policy sampled
-    correction_limit: float | None = None  # its cap or threshold (None: what LIMITS says)
+    correction_limit: float | None = None  # its cap or threshold (None: 2, 4, 0.2, 0.04 from decoupled on)
     # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
@@ -566,12 +566,9 @@ def explained_variance(values, returns, mask):
 
 
 # v2: correction
-LIMITS = dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04)  # C, eps_high, delta, tau
-
-
 def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, correction, limit, clip):
     """Policy loss of tokens that mu sampled, and where its rule binds.  -> 2 x (B,R)"""
-    limit = LIMITS.get(correction) if limit is None else limit
+    limit = limit or dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04).get(correction)
     if correction == "none":  # as if pi_prox had sampled
         return policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
     if correction == "behaviour":  # PPO as written: a stale token has spent its room before the update
@@ -1061,9 +1058,7 @@ def main(args: Args) -> dict[str, float]:
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
         # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
-        samples, draw_weights, beta = [], torch.ones(0), buffer.beta
-        if args.use_replay_buffer:
-            samples, draw_weights = buffer.draw(iteration)
+        beta, (samples, draw_weights) = buffer.beta, buffer.draw(iteration)
         if samples:
             drawn = samples_to_rows(samples, policy, num_rows)
             unknown = drawn["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
@@ -1205,9 +1200,10 @@ def main(args: Args) -> dict[str, float]:
         "what the critic predicts": ["losses/explained_variance"],
     }
     if args.rollout_lag or args.use_replay_buffer:  # v2: status
+        panels["score of an answer"].append("replay/score")
         panels |= {
-            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
-            "nats from the sampler": ["lag/kl_behaviour", "replay/kl_behaviour"],
+            "nats per token from the sampler": ["lag/kl_behaviour", "replay/kl_behaviour"],
+            "effective share of stale tokens": ["lag/ess", "replay/ess"],
             "answers in the buffer": ["buffer_size"],
             "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
         }
