@@ -225,9 +225,8 @@ class PolicyWithValue(nn.Module):
         ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
         # The last token is not fed: of the last R outputs, number t predicts response token t.
         logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
-        logprobs, entropy = token_logprobs(logits, rows["response_ids"], self.temperature)
-        padding = rows["response_mask"] == 0
-        return tuple(x.masked_fill(padding, 0.0) for x in (logprobs, entropy, values))
+        outputs = (*token_logprobs(logits, rows["response_ids"], self.temperature), values)
+        return tuple(x.masked_fill(rows["response_mask"] == 0, 0.0) for x in outputs)
 
     def step(self, ids, mask, caches):
         """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
@@ -261,10 +260,9 @@ def load_lm(args):
     """-> causal LM, tokenizer, the ids that end an answer (E,)"""
     if args.model_name is None:
         tokenizer = make_tiny_tokenizer()
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
         special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        config = transformers.LlamaConfig(**sizes, **special, num_attention_heads=4)
-        lm = transformers.LlamaForCausalLM(config)
+        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
@@ -284,12 +282,11 @@ def load_lm(args):
 def check_sampler(policy, name: str):
     """Cached steps must give what a forward pass gives, or a run would train on wrong samples."""
     ids, mask = torch.tensor([[3, 4, 5], [5, 3, 4]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    whole = policy.predict(ids, mask, 1)[0][1:, 0] / policy.temperature
-    caches = transformers.DynamicCache(), None
+    whole, caches = policy.predict(ids, mask, 1)[0][1:, 0], (transformers.DynamicCache(), None)
     try:  # a recurrent state is no cache of keys and values: Mamba, LFM2, Qwen3-Next
-        policy.step(ids[:, :2], mask[:, :2], caches)
+        policy.predict(ids[:, :2], mask[:, :2], 1, caches)
         caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
-        steps, _ = policy.step(ids[1:, 2:], mask[1:], caches)
+        steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
         assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
     except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
@@ -358,7 +355,7 @@ LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split(
 
 
 def ppo_loss(policy, mb, num_tokens, args):
-    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (6,)"""
+    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (n,)"""
     mask = mb["response_mask"].float()
     logprobs, entropy, values = policy(mb)
     entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
@@ -552,8 +549,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
     stream = []  # every prompt once per pass, each pass in an order of its own
     while len(stream) < args.num_iterations * args.batch_size:
-        rng = random.Random(f"{args.seed}/{len(stream)}")
-        stream += rng.sample(train_pairs, len(train_pairs))
+        stream += random.Random(f"{args.seed}/{len(stream)}").sample(train_pairs, len(train_pairs))
 
     num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
     iteration = global_step = skipped_steps = 0
