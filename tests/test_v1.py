@@ -8,11 +8,13 @@ import random
 import signal
 import socket
 import sys
+import threading
 
 import pytest
 import torch
 import transformers
 from conftest import assert_same_run, metrics_without_times, run, same, weights
+from tqdm import tqdm
 
 import ppo
 import ppo_v1
@@ -30,6 +32,7 @@ def children(*calls):
 
     def target(call):
         sys.stdout = sys.stderr = open(os.devnull, "w")
+        tqdm.set_lock(threading.RLock())  # the usual one is shared: a child killed in it would hold it for good
         call()
 
     processes = [fork.Process(target=target, args=(call,)) for call in calls]
