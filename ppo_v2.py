@@ -30,6 +30,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -849,12 +850,14 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded o
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder; killed in the middle of it, a resumed run writes it again."""
+    """An ordinary Hugging Face folder that takes the place of the one before."""
     state = dcp.get_model_state_dict(policy, options=FULL)
     if not dist.is_initialized() or dist.get_rank() == 0:
         state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
+        policy.lm.save_pretrained(f"{folder}.tmp", state_dict=state)
+        tokenizer.save_pretrained(f"{folder}.tmp")
+        shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
+        os.replace(f"{folder}.tmp", folder)
 
 
 # v1: memory
