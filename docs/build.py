@@ -136,7 +136,8 @@ def compare(a: list[str], b: list[str], markers: dict[str, str]) -> tuple[list[t
 def link_lines(page: Path) -> str:
     """The page, with every function and class that its implementation details name linked to its line."""
     where = {}
-    for script in ("ppo_v1.py", "ppo.py") if page.stem == "ppo" else (f"{page.stem}.py",):
+    scripts = {"ppo": ("ppo_v1.py", "ppo.py"), "staleness": ("ppo_v2.py",)}
+    for script in scripts.get(page.stem, (f"{page.stem}.py",)):
         for node in ast.parse((ROOT / script).read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 methods = [(f"{node.name}.{x.name}", x) for x in node.body if isinstance(x, ast.FunctionDef)]

@@ -222,8 +222,10 @@ def walk(page, folder):
 
 
 def documented_keys(page):
-    """Keys in the first column of a page's metrics table; `losses/{a,b}` are two."""
+    """Keys in the first column of a page's metrics table, and of those it refers to; `losses/{a,b}` are two."""
     table = re.split(r"\n## ", page.read_text().split("\n## What it logs\n")[1])[0]
+    for other in re.findall(r"\]\((\w+\.md)#what-it-logs\)", table):
+        yield from documented_keys(page.with_name(other))
     for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
         for key in re.findall(r"`([^`]+)`", cell):
             group = re.fullmatch(r"(.*)\{(.*,.*)\}", key)
@@ -236,8 +238,6 @@ def test_what_a_page_says_runs_and_logs_what_the_page_lists(page, reader):
     for run in walk(page, reader):
         rows = (reader / run / "metrics.jsonl").read_text().splitlines()
         logged |= {re.sub(r"bucket_\d", "bucket_{s}", key) for row in rows for key in json.loads(row)}
-    if page.name in ("ppo_v2.md", "staleness.md"):
-        listed |= set(documented_keys(page.with_name("ppo.md")))
     assert logged == listed
 
 
