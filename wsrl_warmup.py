@@ -337,17 +337,16 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
     """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected numbers of shape {shape}"
+    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
     if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
         for row, value in enumerate(column):
             if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
                 found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
                 raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack([np.asarray(value) for value in column])
-    if column.shape != (len(columns["rewards"]), *shape) or column.dtype.kind not in "biuf":
+        column = np.stack(column)
+    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
+    if column.shape != (len(columns["rewards"]), *shape) or not fits:
         raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    if dtype == np.uint8 != column.dtype:
-        raise ValueError(f"{name} is {column.dtype}, expected uint8")
     with np.errstate(over="ignore"):
         column = column.astype(dtype)
     wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
@@ -1068,10 +1067,8 @@ def catch_signals() -> list[int]:
 def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    # a resumed run has read the older ones to the CPU
-    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
-    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
+    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
 def keep_memory():
