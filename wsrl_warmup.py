@@ -298,22 +298,19 @@ def write_npz(path: Path, columns: dict):
 class DemoUnpickler(pickle.Unpickler):
     """A demo file is a stranger's program: arrays of numbers and plain containers, no more."""
 
-    def find_class(self, module, name):
-        def dtype(code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-            if not re.fullmatch("[biuf][1248]", code):
-                raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-            return np.dtype(code)
+    ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
+        numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
 
-        core = np._core  # called numpy.core by older files
-        allowed = {"numpy.dtype": dtype, "numpy.ndarray": np.ndarray}
-        allowed["_codecs.encode"] = lambda text, _: text.encode("latin1")
-        allowed["numpy._core.multiarray._reconstruct"] = core.multiarray._reconstruct
-        allowed["numpy._core.multiarray.scalar"] = core.multiarray.scalar
-        allowed["numpy._core.numeric._frombuffer"] = core.numeric._frombuffer
-        wanted = f"{module}.{name}".replace("numpy.core", "numpy._core")
-        if wanted not in allowed:
-            raise pickle.UnpicklingError(f"it names {wanted}")
-        return allowed[wanted]
+    def find_class(self, module, name):
+        module = module.replace("numpy.core", "numpy._core")  # as older files call it
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self.dtype if name == "dtype" else super().find_class(module, name)
+
+    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
+        if not re.fullmatch("[biuf][1248]", code):
+            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
+        return np.dtype(code)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
@@ -651,11 +648,6 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
     return rewards + gamma * masks * (next_q_values.min(0).values + entropy_bonus)
 
 
-def polyak(target, source, tau: float):
-    """target += tau * (source - target), in place"""
-    target.lerp_(source, tau)
-
-
 def flatten(parameters: list) -> torch.Tensor:
     """One vector that the parameters are views of from now on: Adam is one operation, not one a layer."""
     vector = nn.utils.parameters_to_vector(parameters).detach()  # a copy
@@ -755,7 +747,7 @@ class SAC(nn.Module):
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
-            polyak(self.flat_target, self.flat_critic, self.args.tau)
+            self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
         return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
 
     def count(self, applied: bool, stats: dict) -> dict:
