@@ -59,8 +59,8 @@ from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
 DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, any other)
-    max_steps=(7_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
-    batch_size=(64, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
+    max_steps=(6_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
+    batch_size=(32, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
     init_alpha=(5e-4, 0.01), bc_weight=(0.05, 0.0), hidden_size=(128, 256), augment_pad=(0, 4),
     encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
     eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
@@ -121,14 +121,14 @@ class Args:
     layer_norm: bool = True  # LayerNorm in actor and critics
 
     # rollout
-    max_steps: int | None = None  # environment steps (built-in 7000, expert fewer, else 100000)
+    max_steps: int | None = None  # environment steps (built-in 6000, expert fewer, else 100000)
     training_starts: int | None = None  # steps before the first update (built-in 100, else 1000)
     random_steps: int | None = None  # steps with uniformly random actions (built-in 0, else 1000)
     utd: float | None = None  # updates per step; the faster thread waits (built-in 2, else 1)
     max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
 
     # optimization
-    batch_size: int | None = None  # rows of an update (built-in 64, else 256)
+    batch_size: int | None = None  # rows of an update (built-in 32, else 256)
     lr: float | None = None  # Adam, for actor, critics and temperature (built-in 1e-3, else 3e-4)
     augment_pad: int | None = None  # random shift of images, in pixels (built-in 0, else 4)
 
