@@ -18,7 +18,7 @@ Adds to the SAC core, which is word for word that of wsrl_warmup.py (markers in 
 Simplified on purpose: no pre-trained image backbone, no reward classifier, one arm per actor.
 Shapes: N rows, A action dims, C of them continuous, E critics, F features; images (N,H,W,3) uint8.
 
-    python sac_hybrid.py                       # pick up the bar, CPU, a few minutes
+    python sac_hybrid.py                       # pick up the bar, CPU, about two minutes
     python sac_hybrid.py --algorithm bc        # the same human, imitation only: HG-DAgger
     python sac_hybrid.py --human expert --setup-mode dual-arm-learned-gripper  # 12 + 2 action dims
     python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image
@@ -34,16 +34,17 @@ import math
 import os
 import pickle
 import pickletools
-import queue
 import re
 import runpy
 import signal
 import sys
 import tempfile
-import threading
 import time
 import zipfile
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
@@ -58,13 +59,13 @@ from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
 DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, any other)
-    max_steps=(7_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
-    batch_size=(64, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
+    max_steps=(6_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
+    batch_size=(32, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
     init_alpha=(5e-4, 0.01), bc_weight=(0.05, 0.0), hidden_size=(128, 256), augment_pad=(0, 4),
     encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
     eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
 )  # fmt: skip
-WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000)
+WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000, batch_size=64)
 TWO_ARMS = WITH_EXPERT | dict(max_steps=4_000, num_demos=200, intervention_steps=3_000)
 MODES = {  # action dims of the built-in environment, and what is best there with --human expert
     "single-arm-fixed-gripper": (6, WITH_EXPERT | dict(max_steps=2_000)),
@@ -120,14 +121,14 @@ class Args:
     layer_norm: bool = True  # LayerNorm in actor and critics
 
     # rollout
-    max_steps: int | None = None  # environment steps (built-in 7000, expert fewer, else 100000)
+    max_steps: int | None = None  # environment steps (built-in 6000, expert fewer, else 100000)
     training_starts: int | None = None  # steps before the first update (built-in 100, else 1000)
     random_steps: int | None = None  # steps with uniformly random actions (built-in 0, else 1000)
     utd: float | None = None  # updates per step; the faster thread waits (built-in 2, else 1)
     max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
 
     # optimization
-    batch_size: int | None = None  # rows of an update (built-in 64, else 256)
+    batch_size: int | None = None  # rows of an update (built-in 32, expert 64, else 256)
     lr: float | None = None  # Adam, for actor, critics and temperature (built-in 1e-3, else 3e-4)
     augment_pad: int | None = None  # random shift of images, in pixels (built-in 0, else 4)
 
@@ -207,7 +208,7 @@ class BarWorld(gym.Env):
     """
 
     STEP, TIME_LIMIT, SIZE = 0.3, 20, 32
-    LOW, HIGH = np.array([-1, -1, 0, -1, -1, -1.0]), np.ones(6)
+    LOW = np.array([-1, -1, 0, -1, -1, -1.0])  # of a pose; the highest is 1
     GRASP = np.array([0.2, 0.2, 0.2, 0.25, 0.25, 0.25])  # how exact the pose must be to hold a bar
     INSERT = np.array([0.15, 0.15, 0.12, 0.15, 0.15, 0.15])  # ... or to be in the slot
     allow_intervention, intervention_probability = True, 0.0
@@ -228,8 +229,8 @@ class BarWorld(gym.Env):
         self.pose, self.object = rng.uniform(low, high, (n, 6)), np.zeros((n, 6))  # it lies flat
         self.object[:, [0, 1, 5]] = rng.uniform([-0.8, -0.8, -0.7], [0.8, 0.8, 0.7], (n, 3))
         self.width, self.held, self.steps = np.ones(n), np.zeros(n, bool), 0
-        takes_over, start = rng.random() < self.intervention_probability, rng.integers(4, 11)
-        self.takeover = start if takes_over else math.inf
+        helped, start = rng.random() < self.intervention_probability, rng.integers(4, 11)
+        self.takeover = start if helped else math.inf
         return self.observe(), {}
 
     def observe(self):
@@ -255,7 +256,7 @@ class BarWorld(gym.Env):
             action = info["intervene_action"] = self.human()
         action = np.asarray(action, np.float64).reshape(self.num_arms, -1).clip(-1, 1)
         before, self.steps = self.pose, self.steps + 1
-        self.pose = np.clip(self.pose + self.STEP * action[:, :6], self.LOW, self.HIGH)
+        self.pose = np.clip(self.pose + self.STEP * action[:, :6], self.LOW, 1)
         self.object[self.held] += (self.pose - before)[self.held]
         error = abs(self.pose - self.object)
         if self.learned:
@@ -293,12 +294,11 @@ class BarWorld(gym.Env):
 def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
     """Transitions in the manual's format: the human's successful episodes, or failures at random."""
     env, demos, episode = BarWorld(args.setup_mode, args.human), [], 0
-    size = env.action_space.shape
     while len(demos) < num_demos:
         seed = np.random.SeedSequence([args.seed, 2, episode]).generate_state(1)[0]
         (obs, _), done, rows, episode = env.reset(seed=int(seed)), False, [], episode + 1
         while not done:
-            action = env.human() if success else env.np_random.uniform(-1, 1, size)
+            action = env.human() if success else env.np_random.uniform(-1, 1, env.action_space.shape)
             next_obs, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
             row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
@@ -311,22 +311,19 @@ def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
 class DemoUnpickler(pickle.Unpickler):
     """A demo file is a stranger's program: arrays of numbers and plain containers, no more."""
 
-    def find_class(self, module, name):
-        def dtype(code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-            if not re.fullmatch("[biuf][1248]", code):
-                raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-            return np.dtype(code)
+    ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
+        numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
 
-        core = np._core  # called numpy.core by older files
-        allowed = {"numpy.dtype": dtype, "numpy.ndarray": np.ndarray}
-        allowed["_codecs.encode"] = lambda text, _: text.encode("latin1")
-        allowed["numpy._core.multiarray._reconstruct"] = core.multiarray._reconstruct
-        allowed["numpy._core.multiarray.scalar"] = core.multiarray.scalar
-        allowed["numpy._core.numeric._frombuffer"] = core.numeric._frombuffer
-        wanted = f"{module}.{name}".replace("numpy.core", "numpy._core")
-        if wanted not in allowed:
-            raise pickle.UnpicklingError(f"it names {wanted}")
-        return allowed[wanted]
+    def find_class(self, module, name):
+        module = module.replace("numpy.core", "numpy._core")  # as older files call it
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self.dtype if name == "dtype" else super().find_class(module, name)
+
+    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
+        if not re.fullmatch("[biuf][1248]", code):
+            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
+        return np.dtype(code)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
@@ -350,17 +347,16 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
     """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected numbers of shape {shape}"
+    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
     if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
         for row, value in enumerate(column):
             if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
                 found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
                 raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack([np.asarray(value) for value in column])
-    if column.shape != (len(columns["rewards"]), *shape) or column.dtype.kind not in "biuf":
+        column = np.stack(column)
+    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
+    if column.shape != (len(columns["rewards"]), *shape) or not fits:
         raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    if dtype == np.uint8 != column.dtype:
-        raise ValueError(f"{name} is {column.dtype}, expected uint8")
     with np.errstate(over="ignore"):
         column = column.astype(dtype)
     wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
@@ -386,11 +382,10 @@ def read_demos(path: str, columns: dict, robot) -> np.ndarray:
     layout, frame, held = robot.layout, robot.record["obs"], np.zeros(robot.layout.num_grippers)
     try:
         records = np.zeros(len(columns["rewards"]), robot.record)
-        for view, name in (("observations", "obs"), ("next_observations", "next_obs")):
-            for key in frame.names:  # a bare vector is the state
-                column = view if view in columns and key == "state" else f"{view}/{key}"
-                kind = (frame[key].shape, frame[key].base)
-                records[name][key] = check_column(columns, column, *kind)
+        for key in frame.names:
+            for view, name in (("observations", "obs"), ("next_observations", "next_obs")):
+                column = view if view in columns and key == "state" else f"{view}/{key}"  # bare: the state
+                records[name][key] = check_column(columns, column, frame[key].shape, frame[key].base)
         actions = check_column(columns, "actions", (layout.action_dim,))
         records["actions"] = ((actions - robot.center) / robot.scale).clip(-1, 1)
         records["dones"] = check_column(columns, "dones") != 0
@@ -442,37 +437,38 @@ class QEnsemble(nn.Module):
         return (x * last_weight.mT).sum(-1) + last_bias.squeeze(-1)
 
 
+def embedding(in_dim: int, out_dim: int):
+    return nn.Sequential(nn.Linear(in_dim, out_dim), nn.LayerNorm(out_dim), nn.Tanh())
+
+
 class ImageEncoder(nn.Module):
     """One camera.  (N,3,H,W) in [-0.5,0.5] -> (N,F)"""
 
-    def __init__(self, kind: str, image_shape: tuple, keypoints: int = 16):
+    def __init__(self, kind: str, image_shape: tuple):
         super().__init__()
-        height, width, channels = image_shape
-        self.kind = kind
-        if kind == "softmax":  # where things are, as coordinates: keypoints of arXiv:1504.00702
+        self.kind, (height, width, channels) = kind, image_shape
+        if kind == "softmax":  # where things are, as coordinates: 16 keypoints of arXiv:1504.00702
             stem = nn.Conv2d(channels, 16, 3, 2, 1)
-            self.conv = nn.Sequential(stem, nn.ReLU(inplace=True), nn.Conv2d(16, keypoints, 1))
+            self.conv = nn.Sequential(stem, nn.ReLU(inplace=True), nn.Conv2d(16, 16, 1))
             lines = (torch.linspace(-1, 1, math.ceil(size / 2)) for size in (height, width))
             rows, columns = torch.meshgrid(*lines, indexing="ij")
             grid = torch.stack([rows, columns, torch.ones_like(rows)]).flatten(1)  # (3,H*W)
             self.register_buffer("grid", grid, persistent=False)
-            self.embed = nn.Sequential(nn.Linear(2 * keypoints, 64), nn.LayerNorm(64), nn.Tanh())
-            self.dim = 2 * keypoints + 64
+            self.embed, self.dim = embedding(32, 64), 32 + 64
         else:  # the small encoder of SERL (arXiv:2401.16013): spatial weights instead of pooling
             widths = (channels, 32, 64, 96, 128)
             convs = [nn.Conv2d(*pair, 3, 2, 1) for pair in zip(widths, widths[1:], strict=False)]
             layers = [layer for conv in convs for layer in (conv, nn.ReLU(inplace=True))]
             self.conv, size = nn.Sequential(*layers), math.ceil(height / 16) * math.ceil(width / 16)
             self.spatial = nn.Parameter(torch.randn(128, size, 4) * size**-0.5)
-            self.embed = nn.Sequential(nn.Linear(512, 256), nn.LayerNorm(256), nn.Tanh())
-            self.dim = 256
+            self.embed, self.dim = embedding(512, 256), 256
 
     def forward(self, image):
         x = self.conv(image)
         if self.kind == "softmax":
-            x = x.permute(0, 2, 3, 1).flatten(1, 2)  # (N,H*W,K), as the images lie in memory
-            moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,K): sums of row, column, 1
-            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,2K), where the softmax points
+            x = x.permute(0, 2, 3, 1).flatten(1, 2)  # (N,H*W,16), as the images lie in memory
+            moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,16): sums of row, column, 1
+            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,32), where the softmax points
             return torch.cat([points, self.embed(points)], 1)  # raw, too: position is a feature
         x = torch.einsum("nkp,kpe->nke", x.flatten(2), self.spatial)  # (N,128,4)
         return self.embed(x.flatten(1))
@@ -483,17 +479,15 @@ class Encoder(nn.Module):  # hybrid: images
 
     def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str):
         super().__init__()
-        self.image_keys, number = list(image_keys), len(image_keys)
-        nets = [ImageEncoder(kind, image_shape) for _ in range(1 if kind == "softmax" else number)]
-        self.images = nn.ModuleList(nets * number if kind == "softmax" else nets)
-        embed = nn.Sequential(nn.Linear(state_dim, 64), nn.LayerNorm(64), nn.Tanh()) if state_dim else None
-        self.embed_state = embed if number else None  # without images the state is the feature
-        self.dim = sum(net.dim for net in self.images) + state_dim + 64 * (self.embed_state is not None)
+        self.image_keys, self.dim, self.embed_state = list(image_keys), state_dim, None
+        if image_keys:  # without images the state is the feature
+            self.image = ImageEncoder(kind, image_shape)  # the same for every camera
+            self.embed_state = embedding(state_dim, 64) if state_dim else None
+            self.dim += len(image_keys) * self.image.dim + 64 * bool(state_dim)
 
     def forward(self, obs):
-        parts = []
-        for key, net in zip(self.image_keys, self.images, strict=True):
-            parts.append(net(obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5)))
+        images = [obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5) for key in self.image_keys]
+        parts = [self.image(image) for image in images]
         if vectors := sorted(set(obs) - set(self.image_keys)):
             state = torch.cat([obs[key] for key in vectors], 1)
             parts += [state, self.embed_state(state)] if self.embed_state else [state]
@@ -568,10 +562,9 @@ def split_batch(batch_size: int, num_online: int, num_demo: int, demo_ratio: flo
 def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
     """Online rows first, then demo rows; is_demo tells them apart. A function of (seed, update)."""
     rng = np.random.default_rng([args.seed, 5, update])
-    batch_size, demo_ratio = args.batch_size, 1.0 if args.algorithm == "bc" else args.demo_ratio
-    counts = split_batch(batch_size, len(online_rb), len(demo_rb), demo_ratio)
+    demo_ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
+    counts = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
     parts = [rb.sample(n, rng) for rb, n in zip((online_rb, demo_rb), counts, strict=True) if n]
-
     slots, next_frames = map(np.concatenate, zip(*parts, strict=True))
 
     def tensors(array, names):
@@ -579,12 +572,11 @@ def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
 
     obs, next_obs = (tensors(view, next_frames.dtype.names) for view in (slots["obs"], next_frames))
     batch = tensors(slots, slots.dtype.names[1:]) | dict(obs=obs, next_obs=next_obs)
-    if args.augment_pad:
-        for view in (obs, next_obs):
-            images = {key: image for key, image in view.items() if image.ndim == 4}
-            view |= {key: random_shift(image, args.augment_pad, rng) for key, image in images.items()}
-    batch["is_demo"] = torch.arange(batch_size, device=device) >= counts[0]
-    batch["weights"] = batch["actor_weights"] = torch.ones(batch_size, device=device)
+    for view in (obs, next_obs) if args.augment_pad else ():
+        images = {key: image for key, image in view.items() if image.ndim == 4}
+        view |= {key: random_shift(image, args.augment_pad, rng) for key, image in images.items()}
+    batch["is_demo"] = torch.arange(args.batch_size, device=device) >= counts[0]
+    batch["weights"] = batch["actor_weights"] = torch.ones(args.batch_size, device=device)
     if layout.num_grippers:  # only continuous dims enter Q(s,a)
         batch["grasps"] = layout.grasp_index(batch["actions"][:, layout.gripper])
         batch["actions"] = batch["actions"][:, layout.continuous]
@@ -604,11 +596,6 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
     """y = r + gamma * mask * (min_e Q(s',a') + entropy_bonus).  (N,), (N,), (E,N) -> (N,)"""
     assert rewards.shape == masks.shape == next_q_values.shape[1:]  # broadcasting hides bugs
     return rewards + gamma * masks * (next_q_values.min(0).values + entropy_bonus)
-
-
-def polyak(target, source, tau: float):
-    """target += tau * (source - target), in place"""
-    target.lerp_(source, tau)
 
 
 def flatten(parameters: list) -> torch.Tensor:
@@ -710,7 +697,7 @@ class SAC(nn.Module):
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
-            polyak(self.flat_target, self.flat_critic, self.args.tau)
+            self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
         return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
 
     def count(self, applied: bool, stats: dict) -> dict:
@@ -827,10 +814,10 @@ class Robot:
     """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1].
 
     An episode is a function of the step at which it began and of the actions since: to resume one,
-    `begin` and repeat them.
+    `begin` and repeat them. Of the observation it keeps what is in `keys`, if these are given.
     """
 
-    def __init__(self, args: Args, human: bool, rank: int = 0, keys=None):
+    def __init__(self, args: Args, human: bool, rank: int = 0, keys=()):
         self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
         mode, size = args.setup_mode, MODES[args.setup_mode][0]
         if self.built_in:
@@ -847,8 +834,7 @@ class Robot:
         if not flat or space.shape[0] % arms:
             sys.exit(f"--env-id {args.env_id} has actions {space}: no Box for {mode}")
         self.layout = ActionLayout(space.shape[0], arms if mode.endswith("learned-gripper") else 0)
-        self.low, self.high = space.low, space.high
-        self.center, self.scale = (self.high + self.low) / 2, (self.high - self.low) / 2
+        self.center, self.scale = (space.high + space.low) / 2, (space.high - space.low) / 2
         self.begin(0)
         frame = [(key, value.dtype, value.shape) for key, value in self.obs.items()]
         head = [("obs", frame), ("next_obs", frame), ("actions", np.float32, space.shape)]
@@ -869,7 +855,8 @@ class Robot:
         obs |= {k: v.ravel().astype(np.float32) for k, v in arrays.items() if v.ndim < 3}
         if not all(np.isfinite(value).all() for value in obs.values()):  # else the arm's next action
             raise ValueError(f"--env-id {env_id} gave an observation that is not finite")
-        return {key: value for key, value in obs.items() if not self.keys or key in self.keys}
+        self.unseen = [key for key in obs if self.keys and key not in self.keys]
+        return {key: value for key, value in obs.items() if key not in self.unseen}
 
     def begin(self, global_step: int, seed: int | None = None):
         self.start, self.actions, self.total, self.was_human = global_step, [], 0.0, False
@@ -886,17 +873,16 @@ class Robot:
         obs, grippers, wanted = self.obs, self.layout.gripper, np.array(action, np.float64)
         if not self.built_in:  # its "stay" is a position, not a command
             wanted[grippers] = hold_grippers(wanted[grippers], self.held)[0]
-        executed = np.clip(self.center + self.scale * wanted, self.low, self.high)
-        raw, reward, terminated, truncated, info = self.env.step(executed.astype(np.float32))
+        executed = (self.center + self.scale * wanted.clip(-1, 1)).astype(np.float32)
+        raw, reward, terminated, truncated, info = self.env.step(executed)
         if not math.isfinite(reward):
             raise ValueError(f"--env-id {self.args.env_id} gave the reward {reward}")
         self.actions.append(action)
-        human = info.get("intervene_action")
-        if is_human := human is not None:
+        if is_human := (human := info.get("intervene_action")) is not None:
             human = np.asarray(torch.as_tensor(human).detach().cpu(), np.float32)
             if human.shape != executed.shape or not np.isfinite(human).all():
                 raise ValueError(f'info["intervene_action"] must be {executed.shape} finite numbers')
-            action = (np.clip(human, self.low, self.high) - self.center) / self.scale
+            action = ((human - self.center) / self.scale).clip(-1, 1)
         self.obs, self.total = self.observe(raw), self.total + reward
         self.held, toggles = hold_grippers(action[grippers], self.held)
         # a time limit bootstraps from its next_obs
@@ -908,105 +894,76 @@ class Robot:
         views = [tuple(view[key] for key in self.record["obs"].names) for view in (obs, self.obs)]
         return np.array((*views, action, *scalars), self.record)
 
-    def run(self, agent, link):
-        """The actor's loop, in a thread of the learner's process or as a process of its own."""
-        if self.actions and self.built_in:  # resumed inside an episode; nobody moves a real arm so
-            actions = self.actions
-            self.begin(self.start)
-            for action in actions:
-                self.step(action)
-        record, loaded, layout = None, None, self.layout
-        while True:
-            global_step, weights = link.exchange(record)
-            if global_step is None:
-                return
-            if weights is not loaded:
-                nn.utils.vector_to_parameters(weights, agent.acting())
-                loaded = weights
-            if self.obs is None:
-                self.begin(global_step)
-            rng = np.random.default_rng([self.args.seed, 3, self.rank, global_step])
-            if global_step < self.args.random_steps:
-                action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
-                action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
-            else:
-                action = agent.act(self.obs, rng.standard_normal(len(layout.continuous), np.float32))
-            record = self.step(action)
-            if record["dones"]:
-                self.obs, self.actions = None, []
+    def take_turn(self, agent, global_step: int, weights):
+        """The newest policy takes one step.  -> its record"""
+        nn.utils.vector_to_parameters(weights, agent.acting())
+        if self.obs is None:
+            self.begin(global_step)
+        layout, rng = self.layout, np.random.default_rng([self.args.seed, 3, self.rank, global_step])
+        if global_step < self.args.random_steps:
+            action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
+            action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
+        else:
+            action = agent.act(self.obs, rng.standard_normal(len(layout.continuous), np.float32))
+        record = self.step(action)
+        if record["dones"]:
+            self.obs, self.actions = None, []
+        return record
 
 
 class Link:
-    """Between the learner and its actors, threads of one process: records one way, turns the other.
+    """The learner's end of its actors: a thread for each, in which it takes its turns.
 
     A turn is leave to take one step; max_lead + 1 of them are out at a time. `weights` is a copy,
     replaced and never changed, so that nobody sees half an update.
     """
 
-    def __init__(self):
-        self.records, self.turns, self.threads = queue.Queue(), queue.Queue(), []
+    def __init__(self, actors, steps):
+        self.actors = {ThreadPoolExecutor(1): take_turn for take_turn in actors}
+        self.pending, self.steps = {}, iter(steps)
 
     def publish(self, agent: SACHybridAgent):
         self.weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
 
-    def exchange(self, record):
-        """Actor: hand over a step, wait for a turn.  -> its global step (None: end), newest weights"""
-        if record is not None:
-            self.records.put(record)
-        return self.turns.get(), self.weights
+    def grant(self, thread):
+        if (step := next(self.steps, None)) is not None:
+            # the weights are those that are the newest when it comes to it
+            turn = thread.submit(lambda: self.actors[thread](step, self.weights))
+            self.pending[turn] = thread
 
     def receive(self):
-        """Learner: the next record, None if there is none yet. Raises what an actor raised."""
-        try:
-            record = self.records.get(timeout=3)
-        except queue.Empty:
-            return None
-        if isinstance(record, BaseException):
-            raise record
-        return record
-
-    def start(self, function, *args):
-        def body():
-            try:
-                function(*args)
-            except BaseException as error:  # also SystemExit: the learner raises it again
-                self.records.put(error)
-
-        self.threads.append(threading.Thread(target=body, daemon=True))
-        self.threads[-1].start()
+        """Whose turn has ended, and its record; None if none has yet. Raises what an actor raised."""
+        wait(self.pending, timeout=3, return_when=FIRST_COMPLETED)
+        ended = next((turn for turn in self.pending if turn.done()), None)
+        return (self.pending.pop(ended), ended.result()) if ended else (None, None)
 
 
 class Wire:
-    """The link of an actor on another rank: bytes of a record to rank 0, turn and weights back."""
+    """An actor on another rank: turn and weights go there, the bytes of a record come back."""
 
-    def __init__(self, record: np.dtype, num_weights: int, rank: int, group):
-        self.record, self.peer, self.group, self.weights = record, rank, group, torch.empty(num_weights)
-        self.message = torch.zeros(record.itemsize, dtype=torch.uint8)  # zeros: not a record yet
-        self.turn = torch.zeros(2, dtype=torch.int64)  # global step or -1, are there new weights
+    def __init__(self, record: np.dtype, num_weights: int, rank: int):
+        # a group for each pair, so that no actor waits for another
+        self.record, self.peer, self.group = record, rank, dist.new_group([0, rank])
+        self.message = torch.zeros(record.itemsize, dtype=torch.uint8)
+        self.turn, self.weights = torch.zeros(1, dtype=torch.int64), torch.zeros(num_weights)
 
-    def exchange(self, record):
-        if record is not None:
-            self.message = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
-        dist.send(self.message, 0, self.group)
-        dist.recv(self.turn, 0, self.group)
-        step, newer = self.turn.tolist()
-        if newer:
-            self.weights = torch.empty_like(self.weights)
-            dist.recv(self.weights, 0, self.group)
-        return None if step < 0 else step, self.weights
-
-    def serve(self, link: Link):
-        """Rank 0, a thread per actor: stands in for it, so that the learner sees threads only."""
-        step, sent = 0, None
-        while step is not None:
+    def take_turn(self, global_step: int, weights):
+        """On rank 0; -1 ends the actor."""
+        dist.send(torch.tensor([global_step]), self.peer, self.group)
+        dist.send(weights, self.peer, self.group)
+        if global_step >= 0:
             dist.recv(self.message, self.peer, self.group)
-            record = np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
-            step, weights = link.exchange(record if record["episodic_length"] else None)
-            reply = torch.tensor([-1 if step is None else step, weights is not sent])
-            dist.send(reply, self.peer, self.group)
-            if weights is not sent:
-                dist.send(weights, self.peer, self.group)
-            sent = weights
+            return np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
+
+    def serve(self, take_turn):
+        """On the other rank, until the end."""
+        while True:
+            dist.recv(self.turn, 0, self.group)
+            dist.recv(self.weights, 0, self.group)
+            if self.turn < 0:
+                return
+            record = take_turn(self.turn.item(), self.weights)
+            dist.send(torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8), 0, self.group)
 
 
 # --- evaluate ---
@@ -1026,7 +983,7 @@ def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_epi
     if not results:  # nobody can say how good the policy is
         return {}
     success, _, length = results = np.array(results).T
-    metrics = dict(zip([f"eval/{name}" for name in RESULTS], results.mean(1).tolist(), strict=True))
+    metrics = {f"eval/{name}": float(column.mean()) for name, column in zip(RESULTS, results, strict=True)}
     steps = float(length[success > 0].mean()) if success.any() else math.nan
     return metrics | {"eval/steps_to_success": steps}
 
@@ -1114,10 +1071,8 @@ def catch_signals() -> list[int]:
 def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    # a resumed run has read the older ones to the CPU
-    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
-    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
+    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
 def keep_memory():
@@ -1156,26 +1111,24 @@ def main(args: Args) -> dict[str, float]:
     files = {path: load_columns(path) for path in (*args.demo_paths, *args.failure_paths)}
     if args.num_demos:
         files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
-    judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
-    judge = Robot(args, human=not judged)
     names = [name for columns in files.values() for name in columns if name.startswith("observations")]
-    known = {name.partition("/")[2] or "state" for name in names}
-    if known and (unknown := set(judge.record["obs"].names) - known):
-        print(f"the demos do not have {unknown}: the policy does not see it, either")
-        judge = Robot(args, human=not judged, keys=known)
-    robot = Robot(args, human=True, rank=rank, keys=judge.keys) if judged else judge
+    keys = {name.partition("/")[2] or "state" for name in names}
+    judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
+    judge = Robot(args, human=not judged, keys=keys)
+    robot = Robot(args, human=True, rank=rank, keys=keys) if judged else judge
+    if robot.unseen:
+        print(f"the demos do not have {robot.unseen}: the policy does not see it, either")
     agent = SACHybridAgent(*judge.dims, device, args, *judge.sizes)
     actor = SACHybridAgent(*judge.dims, "cpu", args, *judge.sizes)
     needed = 2 * args.buffer_size * judge.record["obs"].itemsize
     if needed > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         sys.exit(f"--buffer-size {args.buffer_size}: {needed / 1e9:.1f} GB of frames do not fit")
-    wires, count = [], sum(param.numel() for param in agent.acting())
     if world > 1:
         dist.init_process_group("gloo")
-    for other in range(1, world):  # a group for each pair, so that no actor waits for another
-        wires.append(Wire(judge.record, count, other, dist.new_group([0, other])))
+    count = sum(param.numel() for param in agent.acting())
+    wires = [Wire(judge.record, count, other) for other in range(1, world)]
     if rank > 0:
-        robot.run(actor, wires[rank - 1])
+        wires[rank - 1].serve(partial(robot.take_turn, actor))
         dist.destroy_process_group()
         return {}
     online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
@@ -1185,50 +1138,53 @@ def main(args: Args) -> dict[str, float]:
             rb.insert(record)
         if rb.used == args.buffer_size:
             sys.exit(f"--buffer-size {args.buffer_size} is less than {path} needs")
-    link, best, best_score, window, rows, metrics = Link(), None, [-1.0], [], [], {}
-    step, helped, totals, episodes = 0, 0, [0, 0, 0], []  # human's steps, takeovers, episodes
+    best, best_score, window, rows, metrics = None, [-1.0], [], [], {}
+    step, totals, episodes = 0, [0, 0, 0], []  # totals of COUNTED, the last 20 episodes
     path = Path(args.run_dir or "") / "latest.pth"
     if args.resume and path.exists():
         saved = torch.load(path, map_location="cpu", weights_only=True)
         changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
         print(f"resuming {path}, with changed options: {changed}")
         agent.load_state_dict(saved["agent"])
-        best, best_score, window, rows, step, helped, totals, episodes = saved["progress"]
-        robot.start, robot.actions = saved["episode"][0], list(saved["episode"][1].numpy())
+        best, best_score, window, rows, step, totals, episodes = saved["progress"]
+        start, actions = saved["episode"]
+        if len(actions) and robot.built_in:  # inside an episode; nobody moves a real arm so
+            robot.begin(start)
+            for action in actions.numpy():
+                robot.step(action)
         for rb, state in zip((online_rb, demo_rb), saved["buffers"], strict=False):
             rb.load_state_dict(state)
     run = Run(args, args.max_steps, rows, exist_ok=args.resume)
-    save_dir, spent = Path(args.save_dir or run.dir), [0.0, 0.0]  # seconds acting, learning
+    save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
 
     def save():
         state = agent.checkpoint()
         save_checkpoint(save_dir / f"checkpoint_{step}.pth", state)
-        progress = (best, best_score, window, run.rows, step, helped, totals, episodes)
+        progress = (best, best_score, window, run.rows, step, totals, episodes)
         episode = (robot.start, torch.from_numpy(np.array(robot.actions, np.float32)))
         buffers = [rb.state_dict() for rb in (online_rb, demo_rb)] if args.save_buffers else []
         state |= dict(progress=progress, episode=episode, buffers=buffers)
         save_checkpoint(run.dir / "latest.pth", state)
 
+    actors = [wire.take_turn for wire in wires] or [partial(robot.take_turn, actor)]
+    link = Link(actors, range(step, args.max_steps))
     link.publish(agent)
-    for act in [wire.serve for wire in wires] or [lambda link: robot.run(actor, link)]:
-        link.start(act, link)
-    turns = iter([*range(step, args.max_steps), *[None] * (args.max_lead + world)])
-    for _ in range(max(args.max_lead + 1, world - 1)):
-        link.turns.put(next(turns))
+    for thread in islice(cycle(link.actors), max(args.max_lead + 1, len(actors))):
+        link.grant(thread)
     try:
         while step < args.max_steps and not stop:
-            # 1 collect: the actors do, see Robot.run; the human's steps go into both buffers
+            # 1 collect: the actors do, see Robot.take_turn; the human's steps go into both buffers
             started = time.time()
-            if (record := link.receive()) is None:
+            thread, record = link.receive()
+            if record is None:
                 continue
             for rb in (online_rb, demo_rb) if record["interventions"] else (online_rb,):
                 rb.insert(record)
             totals = [total + int(record[k]) for total, k in zip(totals, COUNTED, strict=True)]
             if record["dones"]:
                 episodes = [*episodes[-19:], [float(record[name]) for name in RESULTS]]
-            step, last, row = step + 1, step + 1 == args.max_steps, {}
-            spent[0], started = spent[0] + time.time() - started, time.time()
+            step, last, row, received = step + 1, step + 1 == args.max_steps, {}, time.time()
 
             # 2 update
             while agent.updates < math.floor(args.utd * max(0, step - args.training_starts)):
@@ -1242,14 +1198,14 @@ def main(args: Args) -> dict[str, float]:
                 stats |= {"buffer/demo_rows": demo_rows, "buffer/online_rows": args.batch_size - demo_rows}
                 window.append(stats)
             link.publish(agent)
-            spent[1] += time.time() - started
+            numbers = [float(record["interventions"]), received - started, time.time() - received]
+            names = ("charts/intervention_rate", "time/rollout", "time/update")
+            window.append(dict(zip(names, torch.tensor(numbers), strict=True)))
 
             # 3 log
             if step % args.log_interval == 0 or last:
                 row = {name if "/" in name else f"losses/{name}": v for name, v in means(window).items()}
-                steps = (step - 1) % args.log_interval + 1  # since the last line
                 row |= {
-                    "charts/intervention_rate": (totals[0] - helped) / steps,
                     "charts/intervention_steps": totals[0],
                     "charts/intervention_count": totals[1],
                     "charts/episodes": totals[2],
@@ -1258,12 +1214,10 @@ def main(args: Args) -> dict[str, float]:
                     "losses/skipped_steps": agent.skipped_steps,
                     "buffer/online_size": len(online_rb),
                     "buffer/demo_size": len(demo_rb),
-                    "time/rollout": spent[0],
-                    "time/update": spent[1],
                 }
                 for name, values in zip(RESULTS, zip(*episodes, strict=True), strict=False):
                     row[f"charts/{name}"] = float(np.mean(values))
-                window, helped, spent = [], totals[0], [0.0, 0.0]
+                window = []
 
             # 4 evaluate: one set of episodes chooses the policy, another judges it at the end
             if args.eval_episodes and (last or (args.eval_every and step % args.eval_every == 0)):
@@ -1279,21 +1233,17 @@ def main(args: Args) -> dict[str, float]:
             run.status(" ".join(shown), step)
 
             # 5 save, before the actor may go on: the checkpoint is of one moment
-            if last or step % args.save_every == 0:
+            if step % args.save_every == 0:
                 save()
             if not stop:
-                link.turns.put(next(turns, None))
-    except BaseException:  # an arm that fails must not cost what was learned
-        save()
-        raise
+                link.grant(thread)
     finally:
-        for thread in link.threads:
-            link.turns.put(None)
-        for thread in link.threads:
-            thread.join(timeout=5)
-
+        save()  # an arm that fails does not cost what was learned
+        for thread in link.actors:
+            thread.shutdown(cancel_futures=True)
+        for wire in wires:
+            wire.take_turn(-1, link.weights)
     if step < args.max_steps:
-        save()
         print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
         return metrics
     if best is not None:

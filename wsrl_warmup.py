@@ -298,22 +298,19 @@ def write_npz(path: Path, columns: dict):
 class DemoUnpickler(pickle.Unpickler):
     """A demo file is a stranger's program: arrays of numbers and plain containers, no more."""
 
-    def find_class(self, module, name):
-        def dtype(code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-            if not re.fullmatch("[biuf][1248]", code):
-                raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-            return np.dtype(code)
+    ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
+        numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
 
-        core = np._core  # called numpy.core by older files
-        allowed = {"numpy.dtype": dtype, "numpy.ndarray": np.ndarray}
-        allowed["_codecs.encode"] = lambda text, _: text.encode("latin1")
-        allowed["numpy._core.multiarray._reconstruct"] = core.multiarray._reconstruct
-        allowed["numpy._core.multiarray.scalar"] = core.multiarray.scalar
-        allowed["numpy._core.numeric._frombuffer"] = core.numeric._frombuffer
-        wanted = f"{module}.{name}".replace("numpy.core", "numpy._core")
-        if wanted not in allowed:
-            raise pickle.UnpicklingError(f"it names {wanted}")
-        return allowed[wanted]
+    def find_class(self, module, name):
+        module = module.replace("numpy.core", "numpy._core")  # as older files call it
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self.dtype if name == "dtype" else super().find_class(module, name)
+
+    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
+        if not re.fullmatch("[biuf][1248]", code):
+            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
+        return np.dtype(code)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
@@ -337,17 +334,16 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
     """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected numbers of shape {shape}"
+    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
     if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
         for row, value in enumerate(column):
             if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
                 found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
                 raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack([np.asarray(value) for value in column])
-    if column.shape != (len(columns["rewards"]), *shape) or column.dtype.kind not in "biuf":
+        column = np.stack(column)
+    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
+    if column.shape != (len(columns["rewards"]), *shape) or not fits:
         raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    if dtype == np.uint8 != column.dtype:
-        raise ValueError(f"{name} is {column.dtype}, expected uint8")
     with np.errstate(over="ignore"):
         column = column.astype(dtype)
     wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
@@ -652,11 +648,6 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
     return rewards + gamma * masks * (next_q_values.min(0).values + entropy_bonus)
 
 
-def polyak(target, source, tau: float):
-    """target += tau * (source - target), in place"""
-    target.lerp_(source, tau)
-
-
 def flatten(parameters: list) -> torch.Tensor:
     """One vector that the parameters are views of from now on: Adam is one operation, not one a layer."""
     vector = nn.utils.parameters_to_vector(parameters).detach()  # a copy
@@ -756,7 +747,7 @@ class SAC(nn.Module):
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
-            polyak(self.flat_target, self.flat_critic, self.args.tau)
+            self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
         return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
 
     def count(self, applied: bool, stats: dict) -> dict:
@@ -1068,10 +1059,8 @@ def catch_signals() -> list[int]:
 def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    # a resumed run has read the older ones to the CPU
-    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
-    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
+    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
 def keep_memory():
