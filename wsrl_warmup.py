@@ -159,7 +159,7 @@ class Args:
                 setattr(self, name, value)
         if self.online_cql_alpha is None:  # design: the objective does not change at the switch
             self.online_cql_alpha = self.cql_alpha if self.preset == "design" else 0.0
-        positive = """online_steps hidden_size batch_size lr utd_ratio num_critics num_sampled_critics
+        positive = """hidden_size batch_size lr utd_ratio num_critics num_sampled_critics
             init_alpha buffer_size reward_scale data_size log_interval save_every eval_episodes"""
         shares = """gamma tau dropout initial_offline_ratio min_offline_ratio offline_decay_rate
             retention_ratio priority_alpha priority_beta"""
@@ -1078,10 +1078,19 @@ def main(args: Args) -> dict[str, float]:
     agent = WarmupAgent(args, len(env.scale), mean, std, device)
     collector = Collector(args, env)
     del rows
-    parts = dict(agent=agent, collector=collector, online_rb=online_rb, heldout_rb=heldout_rb)
     early = dict(best_error=math.inf, stale=0, best=None)  # checks since the best error, its weights
+
+    def parts():
+        rbs = dict(online_rb=online_rb, offline_rb=offline_rb, heldout_rb=heldout_rb)
+        return rbs | dict(agent=agent, collector=collector)
+
+    def save(target: Path):
+        state = {name: part.state_dict() for name, part in parts().items()}
+        state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
+        save_checkpoint(target, state | agent.checkpoint())
+
     if saved:
-        for name, part in (parts | dict(offline_rb=offline_rb)).items():
+        for name, part in parts().items():
             part.load_state_dict(saved[name])
         step, early, returns, window = (saved[name] for name in ("step", "early", "returns", "window"))
         if handed_over and args.filtered_data_path:  # what the warm-up kept, or any data file
@@ -1093,11 +1102,6 @@ def main(args: Args) -> dict[str, float]:
                 offline_rb = PrioritizedReplayBuffer(len(rows), dtype, alpha, rows)
     elif not args.offline_steps:
         offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
-
-    def save(target: Path):
-        state = {name: part.state_dict() for name, part in (parts | dict(offline_rb=offline_rb)).items()}
-        state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
-        save_checkpoint(target, state | agent.checkpoint())
 
     seconds = {"time/rollout": 0.0, "time/update": 0.0}  # since the last log line
     if not step:
