@@ -91,7 +91,7 @@ class Args:
     stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
-    filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # .npz of kept rows
+    filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # rows it kept
 
     # task
     env_id: str = "Pendulum-v1"  # Gymnasium id; observations are flattened, actions a bounded Box
@@ -550,21 +550,11 @@ def compute_priorities(buffer: PrioritizedReplayBuffer, by: str, agent=None):
 
 
 def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality", agent=None):
-    """The best rows, in arrays of their own: the rest is released with the old ones. Any ratio > 0
-    keeps one row at least."""
+    """The best rows, in arrays of their own: the rest is released with the old ones."""
     if retention_ratio == 1 or not len(buffer):
         return buffer
-    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))
+    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1 at least, unless 0
     return buffer.select_top_k(compute_priorities(buffer, by, agent), top_k)
-
-
-def save_filtered_data(path: str, buffer, args, env):
-    """A data file like any other; state/... is the buffer, for the second stage, bit by bit."""
-    rows, state = buffer.rows, buffer.state_dict()
-    columns = {f"state/{name}": np.asarray(value) for name, value in state.items()}
-    columns |= dict(obs=rows["obs"], next_obs=rows["next_obs"], terminations=rows["masks"] == 0)
-    columns |= dict(actions=env.center + env.scale * rows["actions"], truncations=np.zeros(len(rows)))
-    write_npz(Path(path), columns | dict(rewards=rows["rewards"] / args.reward_scale))
 
 
 def split_rows(batch_size: int, ratio: float, num_offline: int, num_online: int) -> tuple[int, int]:
@@ -890,6 +880,8 @@ class Collector:
     def act(self, agent: WarmupAgent, step: int, random: bool):
         if self.obs is None:
             self.begin(step)
+        if not np.isfinite(self.obs).all():  # it would be the arm's next command
+            raise ValueError(f"{self.args.env_id} gave the observation {self.obs}")
         rng, size = np.random.default_rng([self.args.seed, 3, step]), len(self.env.scale)
         if random:
             return rng.uniform(-1, 1, size).astype(np.float32)
@@ -898,7 +890,7 @@ class Collector:
     def step(self, action):
         """-> one row of the online buffer; its episode's quality and return are not known"""
         next_obs, reward, terminated, truncated, _ = self.env.step(action)
-        if not np.isfinite([reward, *action, *next_obs]).all():
+        if not np.isfinite([reward, *next_obs]).all():
             raise ValueError(f"{self.args.env_id} gave reward {reward}, observation {next_obs}")
         # a time limit bootstraps from its next_obs, only a termination ends the value
         scaled = reward * self.args.reward_scale
@@ -1085,6 +1077,7 @@ def main(args: Args) -> dict[str, float]:
         return rbs | dict(agent=agent, collector=collector)
 
     def save(target: Path):
+        target.parent.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in parts().items()}
         state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
         save_checkpoint(target, state | agent.checkpoint())
@@ -1093,13 +1086,11 @@ def main(args: Args) -> dict[str, float]:
         for name, part in parts().items():
             part.load_state_dict(saved[name])
         step, early, returns, window = (saved[name] for name in ("step", "early", "returns", "window"))
-        if handed_over and args.filtered_data_path:  # what the warm-up kept, or any data file
-            state = load_columns(args.filtered_data_path)
-            if "state/rows" in state:
-                offline_rb.load_state_dict({k[6:]: torch.as_tensor(x) for k, x in state.items() if "/" in k})
-            else:
-                rows, *_ = load_offline_data(args, [f"demos={args.filtered_data_path}"], env)
-                offline_rb = PrioritizedReplayBuffer(len(rows), dtype, alpha, rows)
+        if handed_over and args.filtered_data_path:
+            kept = load_columns(args.filtered_data_path)
+            if "priorities" not in kept:
+                sys.exit(f"--filtered-data-path {args.filtered_data_path} is not what a warm-up kept")
+            offline_rb.load_state_dict({name: torch.as_tensor(x) for name, x in kept.items()})
     elif not args.offline_steps:
         offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
 
@@ -1195,9 +1186,8 @@ def main(args: Args) -> dict[str, float]:
         if last or stop or switching or step % args.save_every == 0:
             save(run.dir / "latest.pth")
         if switching and args.filtered_data_path:
-            save_filtered_data(args.filtered_data_path, offline_rb, args, env)
+            write_npz(Path(args.filtered_data_path), offline_rb.state_dict())
         if switching and args.checkpoint_path:
-            Path(args.checkpoint_path).parent.mkdir(parents=True, exist_ok=True)
             save(Path(args.checkpoint_path))
 
     if step < total:
