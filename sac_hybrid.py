@@ -207,7 +207,7 @@ class BarWorld(gym.Env):
     """
 
     STEP, TIME_LIMIT, SIZE = 0.3, 20, 32
-    LOW, HIGH = np.array([-1, -1, 0, -1, -1, -1.0]), np.ones(6)
+    LOW = np.array([-1, -1, 0, -1, -1, -1.0])  # of a pose; the highest is 1
     GRASP = np.array([0.2, 0.2, 0.2, 0.25, 0.25, 0.25])  # how exact the pose must be to hold a bar
     INSERT = np.array([0.15, 0.15, 0.12, 0.15, 0.15, 0.15])  # ... or to be in the slot
     allow_intervention, intervention_probability = True, 0.0
@@ -228,8 +228,8 @@ class BarWorld(gym.Env):
         self.pose, self.object = rng.uniform(low, high, (n, 6)), np.zeros((n, 6))  # it lies flat
         self.object[:, [0, 1, 5]] = rng.uniform([-0.8, -0.8, -0.7], [0.8, 0.8, 0.7], (n, 3))
         self.width, self.held, self.steps = np.ones(n), np.zeros(n, bool), 0
-        takes_over, start = rng.random() < self.intervention_probability, rng.integers(4, 11)
-        self.takeover = start if takes_over else math.inf
+        helped, start = rng.random() < self.intervention_probability, rng.integers(4, 11)
+        self.takeover = start if helped else math.inf
         return self.observe(), {}
 
     def observe(self):
@@ -255,7 +255,7 @@ class BarWorld(gym.Env):
             action = info["intervene_action"] = self.human()
         action = np.asarray(action, np.float64).reshape(self.num_arms, -1).clip(-1, 1)
         before, self.steps = self.pose, self.steps + 1
-        self.pose = np.clip(self.pose + self.STEP * action[:, :6], self.LOW, self.HIGH)
+        self.pose = np.clip(self.pose + self.STEP * action[:, :6], self.LOW, 1)
         self.object[self.held] += (self.pose - before)[self.held]
         error = abs(self.pose - self.object)
         if self.learned:
@@ -311,22 +311,19 @@ def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
 class DemoUnpickler(pickle.Unpickler):
     """A demo file is a stranger's program: arrays of numbers and plain containers, no more."""
 
-    def find_class(self, module, name):
-        def dtype(code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-            if not re.fullmatch("[biuf][1248]", code):
-                raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-            return np.dtype(code)
+    ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
+        numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
 
-        core = np._core  # called numpy.core by older files
-        allowed = {"numpy.dtype": dtype, "numpy.ndarray": np.ndarray}
-        allowed["_codecs.encode"] = lambda text, _: text.encode("latin1")
-        allowed["numpy._core.multiarray._reconstruct"] = core.multiarray._reconstruct
-        allowed["numpy._core.multiarray.scalar"] = core.multiarray.scalar
-        allowed["numpy._core.numeric._frombuffer"] = core.numeric._frombuffer
-        wanted = f"{module}.{name}".replace("numpy.core", "numpy._core")
-        if wanted not in allowed:
-            raise pickle.UnpicklingError(f"it names {wanted}")
-        return allowed[wanted]
+    def find_class(self, module, name):
+        module = module.replace("numpy.core", "numpy._core")  # as older files call it
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self.dtype if name == "dtype" else super().find_class(module, name)
+
+    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
+        if not re.fullmatch("[biuf][1248]", code):
+            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
+        return np.dtype(code)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
@@ -350,17 +347,16 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
     """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected numbers of shape {shape}"
+    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
     if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
         for row, value in enumerate(column):
             if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
                 found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
                 raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack([np.asarray(value) for value in column])
-    if column.shape != (len(columns["rewards"]), *shape) or column.dtype.kind not in "biuf":
+        column = np.stack(column)
+    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
+    if column.shape != (len(columns["rewards"]), *shape) or not fits:
         raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    if dtype == np.uint8 != column.dtype:
-        raise ValueError(f"{name} is {column.dtype}, expected uint8")
     with np.errstate(over="ignore"):
         column = column.astype(dtype)
     wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
@@ -386,11 +382,10 @@ def read_demos(path: str, columns: dict, robot) -> np.ndarray:
     layout, frame, held = robot.layout, robot.record["obs"], np.zeros(robot.layout.num_grippers)
     try:
         records = np.zeros(len(columns["rewards"]), robot.record)
-        for view, name in (("observations", "obs"), ("next_observations", "next_obs")):
-            for key in frame.names:  # a bare vector is the state
-                column = view if view in columns and key == "state" else f"{view}/{key}"
-                kind = (frame[key].shape, frame[key].base)
-                records[name][key] = check_column(columns, column, *kind)
+        for key in frame.names:
+            for view, name in (("observations", "obs"), ("next_observations", "next_obs")):
+                column = view if view in columns and key == "state" else f"{view}/{key}"  # bare: the state
+                records[name][key] = check_column(columns, column, frame[key].shape, frame[key].base)
         actions = check_column(columns, "actions", (layout.action_dim,))
         records["actions"] = ((actions - robot.center) / robot.scale).clip(-1, 1)
         records["dones"] = check_column(columns, "dones") != 0
@@ -442,37 +437,38 @@ class QEnsemble(nn.Module):
         return (x * last_weight.mT).sum(-1) + last_bias.squeeze(-1)
 
 
+def embedding(in_dim: int, out_dim: int):
+    return nn.Sequential(nn.Linear(in_dim, out_dim), nn.LayerNorm(out_dim), nn.Tanh())
+
+
 class ImageEncoder(nn.Module):
     """One camera.  (N,3,H,W) in [-0.5,0.5] -> (N,F)"""
 
-    def __init__(self, kind: str, image_shape: tuple, keypoints: int = 16):
+    def __init__(self, kind: str, image_shape: tuple):
         super().__init__()
-        height, width, channels = image_shape
-        self.kind = kind
-        if kind == "softmax":  # where things are, as coordinates: keypoints of arXiv:1504.00702
+        self.kind, (height, width, channels) = kind, image_shape
+        if kind == "softmax":  # where things are, as coordinates: 16 keypoints of arXiv:1504.00702
             stem = nn.Conv2d(channels, 16, 3, 2, 1)
-            self.conv = nn.Sequential(stem, nn.ReLU(inplace=True), nn.Conv2d(16, keypoints, 1))
+            self.conv = nn.Sequential(stem, nn.ReLU(inplace=True), nn.Conv2d(16, 16, 1))
             lines = (torch.linspace(-1, 1, math.ceil(size / 2)) for size in (height, width))
             rows, columns = torch.meshgrid(*lines, indexing="ij")
             grid = torch.stack([rows, columns, torch.ones_like(rows)]).flatten(1)  # (3,H*W)
             self.register_buffer("grid", grid, persistent=False)
-            self.embed = nn.Sequential(nn.Linear(2 * keypoints, 64), nn.LayerNorm(64), nn.Tanh())
-            self.dim = 2 * keypoints + 64
+            self.embed, self.dim = embedding(32, 64), 32 + 64
         else:  # the small encoder of SERL (arXiv:2401.16013): spatial weights instead of pooling
             widths = (channels, 32, 64, 96, 128)
             convs = [nn.Conv2d(*pair, 3, 2, 1) for pair in zip(widths, widths[1:], strict=False)]
             layers = [layer for conv in convs for layer in (conv, nn.ReLU(inplace=True))]
             self.conv, size = nn.Sequential(*layers), math.ceil(height / 16) * math.ceil(width / 16)
             self.spatial = nn.Parameter(torch.randn(128, size, 4) * size**-0.5)
-            self.embed = nn.Sequential(nn.Linear(512, 256), nn.LayerNorm(256), nn.Tanh())
-            self.dim = 256
+            self.embed, self.dim = embedding(512, 256), 256
 
     def forward(self, image):
         x = self.conv(image)
         if self.kind == "softmax":
-            x = x.permute(0, 2, 3, 1).flatten(1, 2)  # (N,H*W,K), as the images lie in memory
-            moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,K): sums of row, column, 1
-            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,2K), where the softmax points
+            x = x.permute(0, 2, 3, 1).flatten(1, 2)  # (N,H*W,16), as the images lie in memory
+            moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,16): sums of row, column, 1
+            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,32), where the softmax points
             return torch.cat([points, self.embed(points)], 1)  # raw, too: position is a feature
         x = torch.einsum("nkp,kpe->nke", x.flatten(2), self.spatial)  # (N,128,4)
         return self.embed(x.flatten(1))
@@ -486,9 +482,9 @@ class Encoder(nn.Module):  # hybrid: images
         self.image_keys, number = list(image_keys), len(image_keys)
         nets = [ImageEncoder(kind, image_shape) for _ in range(1 if kind == "softmax" else number)]
         self.images = nn.ModuleList(nets * number if kind == "softmax" else nets)
-        embed = nn.Sequential(nn.Linear(state_dim, 64), nn.LayerNorm(64), nn.Tanh()) if state_dim else None
-        self.embed_state = embed if number else None  # without images the state is the feature
-        self.dim = sum(net.dim for net in self.images) + state_dim + 64 * (self.embed_state is not None)
+        # without images the state is the feature
+        self.embed_state = embedding(state_dim, 64) if state_dim and number else None
+        self.dim = sum(net.dim for net in self.images) + state_dim + 64 * bool(self.embed_state)
 
     def forward(self, obs):
         parts = []
@@ -568,10 +564,9 @@ def split_batch(batch_size: int, num_online: int, num_demo: int, demo_ratio: flo
 def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
     """Online rows first, then demo rows; is_demo tells them apart. A function of (seed, update)."""
     rng = np.random.default_rng([args.seed, 5, update])
-    batch_size, demo_ratio = args.batch_size, 1.0 if args.algorithm == "bc" else args.demo_ratio
-    counts = split_batch(batch_size, len(online_rb), len(demo_rb), demo_ratio)
+    demo_ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
+    counts = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
     parts = [rb.sample(n, rng) for rb, n in zip((online_rb, demo_rb), counts, strict=True) if n]
-
     slots, next_frames = map(np.concatenate, zip(*parts, strict=True))
 
     def tensors(array, names):
@@ -579,12 +574,11 @@ def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
 
     obs, next_obs = (tensors(view, next_frames.dtype.names) for view in (slots["obs"], next_frames))
     batch = tensors(slots, slots.dtype.names[1:]) | dict(obs=obs, next_obs=next_obs)
-    if args.augment_pad:
-        for view in (obs, next_obs):
-            images = {key: image for key, image in view.items() if image.ndim == 4}
-            view |= {key: random_shift(image, args.augment_pad, rng) for key, image in images.items()}
-    batch["is_demo"] = torch.arange(batch_size, device=device) >= counts[0]
-    batch["weights"] = batch["actor_weights"] = torch.ones(batch_size, device=device)
+    for view in (obs, next_obs) if args.augment_pad else ():
+        images = {key: image for key, image in view.items() if image.ndim == 4}
+        view |= {key: random_shift(image, args.augment_pad, rng) for key, image in images.items()}
+    batch["is_demo"] = torch.arange(args.batch_size, device=device) >= counts[0]
+    batch["weights"] = batch["actor_weights"] = torch.ones(args.batch_size, device=device)
     if layout.num_grippers:  # only continuous dims enter Q(s,a)
         batch["grasps"] = layout.grasp_index(batch["actions"][:, layout.gripper])
         batch["actions"] = batch["actions"][:, layout.continuous]
@@ -604,11 +598,6 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
     """y = r + gamma * mask * (min_e Q(s',a') + entropy_bonus).  (N,), (N,), (E,N) -> (N,)"""
     assert rewards.shape == masks.shape == next_q_values.shape[1:]  # broadcasting hides bugs
     return rewards + gamma * masks * (next_q_values.min(0).values + entropy_bonus)
-
-
-def polyak(target, source, tau: float):
-    """target += tau * (source - target), in place"""
-    target.lerp_(source, tau)
 
 
 def flatten(parameters: list) -> torch.Tensor:
@@ -710,7 +699,7 @@ class SAC(nn.Module):
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
-            polyak(self.flat_target, self.flat_critic, self.args.tau)
+            self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
         return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
 
     def count(self, applied: bool, stats: dict) -> dict:
@@ -827,10 +816,10 @@ class Robot:
     """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1].
 
     An episode is a function of the step at which it began and of the actions since: to resume one,
-    `begin` and repeat them.
+    `begin` and repeat them. Of the observation it keeps what is in `keys`, if these are given.
     """
 
-    def __init__(self, args: Args, human: bool, rank: int = 0, keys=None):
+    def __init__(self, args: Args, human: bool, rank: int = 0, keys=()):
         self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
         mode, size = args.setup_mode, MODES[args.setup_mode][0]
         if self.built_in:
@@ -847,8 +836,7 @@ class Robot:
         if not flat or space.shape[0] % arms:
             sys.exit(f"--env-id {args.env_id} has actions {space}: no Box for {mode}")
         self.layout = ActionLayout(space.shape[0], arms if mode.endswith("learned-gripper") else 0)
-        self.low, self.high = space.low, space.high
-        self.center, self.scale = (self.high + self.low) / 2, (self.high - self.low) / 2
+        self.center, self.scale = (space.high + space.low) / 2, (space.high - space.low) / 2
         self.begin(0)
         frame = [(key, value.dtype, value.shape) for key, value in self.obs.items()]
         head = [("obs", frame), ("next_obs", frame), ("actions", np.float32, space.shape)]
@@ -869,7 +857,8 @@ class Robot:
         obs |= {k: v.ravel().astype(np.float32) for k, v in arrays.items() if v.ndim < 3}
         if not all(np.isfinite(value).all() for value in obs.values()):  # else the arm's next action
             raise ValueError(f"--env-id {env_id} gave an observation that is not finite")
-        return {key: value for key, value in obs.items() if not self.keys or key in self.keys}
+        self.unseen = [key for key in obs if self.keys and key not in self.keys]
+        return {key: value for key, value in obs.items() if key not in self.unseen}
 
     def begin(self, global_step: int, seed: int | None = None):
         self.start, self.actions, self.total, self.was_human = global_step, [], 0.0, False
@@ -886,17 +875,16 @@ class Robot:
         obs, grippers, wanted = self.obs, self.layout.gripper, np.array(action, np.float64)
         if not self.built_in:  # its "stay" is a position, not a command
             wanted[grippers] = hold_grippers(wanted[grippers], self.held)[0]
-        executed = np.clip(self.center + self.scale * wanted, self.low, self.high)
-        raw, reward, terminated, truncated, info = self.env.step(executed.astype(np.float32))
+        executed = (self.center + self.scale * wanted.clip(-1, 1)).astype(np.float32)
+        raw, reward, terminated, truncated, info = self.env.step(executed)
         if not math.isfinite(reward):
             raise ValueError(f"--env-id {self.args.env_id} gave the reward {reward}")
         self.actions.append(action)
-        human = info.get("intervene_action")
-        if is_human := human is not None:
+        if is_human := (human := info.get("intervene_action")) is not None:
             human = np.asarray(torch.as_tensor(human).detach().cpu(), np.float32)
             if human.shape != executed.shape or not np.isfinite(human).all():
                 raise ValueError(f'info["intervene_action"] must be {executed.shape} finite numbers')
-            action = (np.clip(human, self.low, self.high) - self.center) / self.scale
+            action = ((human - self.center) / self.scale).clip(-1, 1)
         self.obs, self.total = self.observe(raw), self.total + reward
         self.held, toggles = hold_grippers(action[grippers], self.held)
         # a time limit bootstraps from its next_obs
@@ -910,19 +898,14 @@ class Robot:
 
     def run(self, agent, link):
         """The actor's loop, in a thread of the learner's process or as a process of its own."""
-        if self.actions and self.built_in:  # resumed inside an episode; nobody moves a real arm so
-            actions = self.actions
+        if self.built_in and (actions := self.actions):  # resumed; nobody moves a real arm so
             self.begin(self.start)
             for action in actions:
                 self.step(action)
-        record, loaded, layout = None, None, self.layout
-        while True:
-            global_step, weights = link.exchange(record)
-            if global_step is None:
-                return
-            if weights is not loaded:
-                nn.utils.vector_to_parameters(weights, agent.acting())
-                loaded = weights
+        record, layout = None, self.layout
+        while (turn := link.exchange(record))[0] >= 0:
+            global_step, weights = turn
+            nn.utils.vector_to_parameters(weights, agent.acting())
             if self.obs is None:
                 self.begin(global_step)
             rng = np.random.default_rng([self.args.seed, 3, self.rank, global_step])
@@ -950,7 +933,7 @@ class Link:
         self.weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
 
     def exchange(self, record):
-        """Actor: hand over a step, wait for a turn.  -> its global step (None: end), newest weights"""
+        """Actor: hand over a step, wait for a turn.  -> its global step (-1: end), newest weights"""
         if record is not None:
             self.records.put(record)
         return self.turns.get(), self.weights
@@ -965,10 +948,10 @@ class Link:
             raise record
         return record
 
-    def start(self, function, *args):
+    def start(self, act):
         def body():
             try:
-                function(*args)
+                act(self)
             except BaseException as error:  # also SystemExit: the learner raises it again
                 self.records.put(error)
 
@@ -979,34 +962,28 @@ class Link:
 class Wire:
     """The link of an actor on another rank: bytes of a record to rank 0, turn and weights back."""
 
-    def __init__(self, record: np.dtype, num_weights: int, rank: int, group):
-        self.record, self.peer, self.group, self.weights = record, rank, group, torch.empty(num_weights)
+    def __init__(self, record: np.dtype, num_weights: int, rank: int):
+        # a group for each pair, so that no actor waits for another
+        self.record, self.peer, self.group = record, rank, dist.new_group([0, rank])
         self.message = torch.zeros(record.itemsize, dtype=torch.uint8)  # zeros: not a record yet
-        self.turn = torch.zeros(2, dtype=torch.int64)  # global step or -1, are there new weights
+        self.turn, self.weights = torch.zeros(1, dtype=torch.int64), torch.empty(num_weights)
 
     def exchange(self, record):
         if record is not None:
             self.message = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
         dist.send(self.message, 0, self.group)
         dist.recv(self.turn, 0, self.group)
-        step, newer = self.turn.tolist()
-        if newer:
-            self.weights = torch.empty_like(self.weights)
-            dist.recv(self.weights, 0, self.group)
-        return None if step < 0 else step, self.weights
+        dist.recv(self.weights, 0, self.group)
+        return self.turn.item(), self.weights
 
     def serve(self, link: Link):
         """Rank 0, a thread per actor: stands in for it, so that the learner sees threads only."""
-        step, sent = 0, None
-        while step is not None:
+        while self.turn >= 0:
             dist.recv(self.message, self.peer, self.group)
             record = np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
-            step, weights = link.exchange(record if record["episodic_length"] else None)
-            reply = torch.tensor([-1 if step is None else step, weights is not sent])
-            dist.send(reply, self.peer, self.group)
-            if weights is not sent:
-                dist.send(weights, self.peer, self.group)
-            sent = weights
+            self.turn[0], weights = link.exchange(record if record["episodic_length"] else None)
+            dist.send(self.turn, self.peer, self.group)
+            dist.send(weights, self.peer, self.group)
 
 
 # --- evaluate ---
@@ -1026,7 +1003,7 @@ def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_epi
     if not results:  # nobody can say how good the policy is
         return {}
     success, _, length = results = np.array(results).T
-    metrics = dict(zip([f"eval/{name}" for name in RESULTS], results.mean(1).tolist(), strict=True))
+    metrics = {f"eval/{name}": float(column.mean()) for name, column in zip(RESULTS, results, strict=True)}
     steps = float(length[success > 0].mean()) if success.any() else math.nan
     return metrics | {"eval/steps_to_success": steps}
 
@@ -1114,10 +1091,8 @@ def catch_signals() -> list[int]:
 def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    # a resumed run has read the older ones to the CPU
-    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
-    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
+    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
 def keep_memory():
@@ -1156,24 +1131,22 @@ def main(args: Args) -> dict[str, float]:
     files = {path: load_columns(path) for path in (*args.demo_paths, *args.failure_paths)}
     if args.num_demos:
         files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
-    judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
-    judge = Robot(args, human=not judged)
     names = [name for columns in files.values() for name in columns if name.startswith("observations")]
-    known = {name.partition("/")[2] or "state" for name in names}
-    if known and (unknown := set(judge.record["obs"].names) - known):
-        print(f"the demos do not have {unknown}: the policy does not see it, either")
-        judge = Robot(args, human=not judged, keys=known)
-    robot = Robot(args, human=True, rank=rank, keys=judge.keys) if judged else judge
+    keys = {name.partition("/")[2] or "state" for name in names}
+    judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
+    judge = Robot(args, human=not judged, keys=keys)
+    robot = Robot(args, human=True, rank=rank, keys=keys) if judged else judge
+    if robot.unseen:
+        print(f"the demos do not have {robot.unseen}: the policy does not see it, either")
     agent = SACHybridAgent(*judge.dims, device, args, *judge.sizes)
     actor = SACHybridAgent(*judge.dims, "cpu", args, *judge.sizes)
     needed = 2 * args.buffer_size * judge.record["obs"].itemsize
     if needed > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         sys.exit(f"--buffer-size {args.buffer_size}: {needed / 1e9:.1f} GB of frames do not fit")
-    wires, count = [], sum(param.numel() for param in agent.acting())
     if world > 1:
         dist.init_process_group("gloo")
-    for other in range(1, world):  # a group for each pair, so that no actor waits for another
-        wires.append(Wire(judge.record, count, other, dist.new_group([0, other])))
+    count = sum(param.numel() for param in agent.acting())
+    wires = [Wire(judge.record, count, other) for other in range(1, world)]
     if rank > 0:
         robot.run(actor, wires[rank - 1])
         dist.destroy_process_group()
@@ -1212,10 +1185,10 @@ def main(args: Args) -> dict[str, float]:
 
     link.publish(agent)
     for act in [wire.serve for wire in wires] or [lambda link: robot.run(actor, link)]:
-        link.start(act, link)
-    turns = iter([*range(step, args.max_steps), *[None] * (args.max_lead + world)])
+        link.start(act)
+    turns = iter(range(step, args.max_steps))
     for _ in range(max(args.max_lead + 1, world - 1)):
-        link.turns.put(next(turns))
+        link.turns.put(next(turns, -1))
     try:
         while step < args.max_steps and not stop:
             # 1 collect: the actors do, see Robot.run; the human's steps go into both buffers
@@ -1282,13 +1255,13 @@ def main(args: Args) -> dict[str, float]:
             if last or step % args.save_every == 0:
                 save()
             if not stop:
-                link.turns.put(next(turns, None))
+                link.turns.put(next(turns, -1))
     except BaseException:  # an arm that fails must not cost what was learned
         save()
         raise
     finally:
         for thread in link.threads:
-            link.turns.put(None)
+            link.turns.put(-1)
         for thread in link.threads:
             thread.join(timeout=5)
 

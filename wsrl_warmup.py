@@ -68,7 +68,7 @@ PRESETS = {
 
 
 # --- args ---
-Source = Literal["demos", "suboptimal", "random"]
+SOURCES = ("demos", "suboptimal", "random")
 Files = Annotated[UseAppendAction[tuple[str, ...]], arg(aliases=["--offline-data-path"])]
 
 
@@ -96,7 +96,7 @@ class Args:
     # task
     env_id: str = "Pendulum-v1"  # Gymnasium id; observations are flattened, actions a bounded Box
     offline_data: Files = ()  # [name=]path[:weight] of .npz, .pkl or minari:ID (none: see sources)
-    sources: tuple[Source, ...] = ("suboptimal", "random")  # made here if there is no offline_data
+    sources: tuple[Literal[SOURCES], ...] = SOURCES[1:]  # made here if there is no offline_data
     make_data: bool = False  # only write the three sources to data_dir, then end
     data_dir: str | None = None  # keeps the sources made here; existing ones are used
     data_size: int = 4_000  # transitions of each source made here, rounded up to whole episodes
@@ -168,20 +168,18 @@ class Args:
             most = 1 if name in shares.split() else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least} to {most}")
-        if self.min_offline_ratio > (self.initial_offline_ratio if self.retention_ratio else 0):
-            raise ValueError("--min-offline-ratio is above the initial one, or nothing is retained")
-        if self.filtered_data_path and not self.retention_ratio:
-            raise ValueError("--filtered-data-path has no use: --retention-ratio 0 keeps nothing")
-        uses_data = self.stage != "online" and (self.offline_steps or self.retention_ratio)
-        if self.offline_data and not uses_data:
-            raise ValueError(f"--offline-data is not read: preset {self.preset}, stage {self.stage}")
-        lacking = dict(offline=not self.checkpoint_path, online=new and not warm, both=False)
-        if lacking[self.stage]:
-            raise ValueError(f"--stage {self.stage} needs the --checkpoint-path of a warm-up")
-        if self.stage != "online" and new and (warm or kept):
-            raise ValueError("--checkpoint-path or --filtered-data-path exists: nothing is overwritten")
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
+        top, hand_over = self.initial_offline_ratio if self.retention_ratio else 0, self.checkpoint_path
+        reads = self.stage != "online" and (self.offline_steps or self.retention_ratio)
+        ready = dict(offline=hand_over, online=warm or not new, both=True)[self.stage]
+        for fine, message in (
+            (self.min_offline_ratio <= top, "--min-offline-ratio: more than the initial, or none kept"),
+            (reads or not self.offline_data, f"--offline-data is not read: {self.preset}, {self.stage}"),
+            (ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
+            (self.stage == "online" or not new or not (warm or kept), "the warm-up is there already"),
+            (self.run_dir or not self.resume, "--resume needs --run-dir"),
+        ):
+            if not fine:
+                raise ValueError(message)
 
 
 WSRLConfig = Args  # the design document's name
@@ -193,13 +191,10 @@ COLUMNS = ("obs", "actions", "rewards", "next_obs", "terminations", "truncations
 
 def make_env(env_id: str):
     """Flat float32 observations, actions in [-1,1]; scale and center lead back to its own actions."""
-    env = gym.wrappers.FlattenObservation(gym.make(env_id))
-    space = env.action_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or not space.is_bounded():
-        sys.exit(f"--env-id {env_id} has actions {space}: a flat, bounded Box is needed")
-    env = gym.wrappers.DtypeObservation(env, np.float32)
+    env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(gym.make(env_id)), np.float32)
+    low, high = env.action_space.low, env.action_space.high
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-    env.scale, env.center = (space.high - space.low) / 2, (space.high + space.low) / 2
+    env.scale, env.center = (high - low) / 2, (high + low) / 2
     return env
 
 
@@ -275,22 +270,19 @@ def write_npz(path: Path, columns: dict):
 class DemoUnpickler(pickle.Unpickler):
     """A demo file is a stranger's program: arrays of numbers and plain containers, no more."""
 
-    def find_class(self, module, name):
-        def dtype(code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-            if not re.fullmatch("[biuf][1248]", code):
-                raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-            return np.dtype(code)
+    ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
+        numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
 
-        core = np._core  # called numpy.core by older files
-        allowed = {"numpy.dtype": dtype, "numpy.ndarray": np.ndarray}
-        allowed["_codecs.encode"] = lambda text, _: text.encode("latin1")
-        allowed["numpy._core.multiarray._reconstruct"] = core.multiarray._reconstruct
-        allowed["numpy._core.multiarray.scalar"] = core.multiarray.scalar
-        allowed["numpy._core.numeric._frombuffer"] = core.numeric._frombuffer
-        wanted = f"{module}.{name}".replace("numpy.core", "numpy._core")
-        if wanted not in allowed:
-            raise pickle.UnpicklingError(f"it names {wanted}")
-        return allowed[wanted]
+    def find_class(self, module, name):
+        module = module.replace("numpy.core", "numpy._core")  # as older files call it
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self.dtype if name == "dtype" else super().find_class(module, name)
+
+    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
+        if not re.fullmatch("[biuf][1248]", code):
+            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
+        return np.dtype(code)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
@@ -314,17 +306,16 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
     """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected numbers of shape {shape}"
+    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
     if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
         for row, value in enumerate(column):
             if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
                 found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
                 raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack([np.asarray(value) for value in column])
-    if column.shape != (len(columns["rewards"]), *shape) or column.dtype.kind not in "biuf":
+        column = np.stack(column)
+    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
+    if column.shape != (len(columns["rewards"]), *shape) or not fits:
         raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    if dtype == np.uint8 != column.dtype:
-        raise ValueError(f"{name} is {column.dtype}, expected uint8")
     with np.errstate(over="ignore"):
         column = column.astype(dtype)
     wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
@@ -387,13 +378,11 @@ def succeeded(trajectory: dict) -> bool:
 
 
 def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: int = 1) -> float:
-    """Mean of three parts in [0,1]: success, return within its range, and the clock.
-
-    The last: a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5.
-    """
+    """Mean of success, return within its range, and the clock, each in [0,1]."""
     (low, high), rewards, success = return_range, trajectory["rewards"], succeeded(trajectory)
     part = np.clip((sum(rewards) - low) / (high - low), 0, 1) if high > low else 0.5
     late, failed = min(1.0, len(rewards) / max_length), trajectory["terminations"][-1] and not success
+    # a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5
     clock = 1 - late / 2 if success else late / 2 if failed else 0.5
     return float((success + part + clock) / 3)
 
@@ -416,10 +405,11 @@ def load_offline_data(args: Args, specs, env):
             path, weight = match[1], float(match[2])
         columns = read_source(path, dtype["obs"].shape[0], len(env.scale))
         for rows in episode_slices(columns):
-            episodes.append((name, weight, {key: columns[key][rows] for key in COLUMNS}))
-    totals = [float(t["rewards"].sum()) for *_, t in episodes]
-    bounds, longest = (min(totals), max(totals)), max(len(t["rewards"]) for *_, t in episodes)
-    for _, weight, t in episodes:
+            episodes.append((weight, {key: columns[key][rows] for key in COLUMNS}))
+            returns.setdefault(name, []).append(float(columns["rewards"][rows].sum()))
+    totals = [total for own in returns.values() for total in own]
+    bounds, longest = (min(totals), max(totals)), max(len(t["rewards"]) for _, t in episodes)
+    for weight, t in episodes:
         rows, quality = np.zeros(len(t["rewards"]), dtype), compute_data_quality(t, bounds, longest)
         rows["obs"], rows["next_obs"] = t["obs"], t["next_obs"]
         rows["masks"] = 1 - t["terminations"]
@@ -429,12 +419,10 @@ def load_offline_data(args: Args, specs, env):
         # warm-up: weights; an average quality of 0.5 is neutral
         rows["weights"] = weight * (0.5 + quality) * (args.success_weight_bonus if succeeded(t) else 1)
         parts.append(rows)
-    for name in dict.fromkeys(name for name, *_ in episodes):
-        mine = [i for i, episode in enumerate(episodes) if episode[0] == name]
-        returns[name] = float(np.mean([totals[i] for i in mine]))
-        wins, size = sum(succeeded(episodes[i][2]) for i in mine), sum(len(parts[i]) for i in mine)
-        print(f"{name}: {len(mine)} episodes, {size} rows, return {returns[name]:.1f}, successes {wins}")
-    return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(p) for p in parts]), returns
+    for name, own in returns.items():
+        print(f"{name}: {len(own)} episodes, return {np.mean(own):.1f}", flush=True)
+    number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return np.concatenate(parts), number, {name: float(np.mean(own)) for name, own in returns.items()}
 
 
 # --- networks ---
@@ -487,10 +475,7 @@ class Normalizer(nn.Module):
 
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
-    """Rows in a ring; drawn by priorities (|td|+1e-6)^alpha, raised once when set; 0: uniformly.
-
-    One cumsum a draw: 4 ms at 10^6 rows; a sum tree would be another 40 lines.
-    """
+    """Rows in a ring; drawn by priorities (|td|+1e-6)^alpha, raised once when set; 0: uniformly."""
 
     def __init__(self, capacity: int, dtype: np.dtype, alpha: float = 0.6, rows=()):
         self.rows, self.priorities = np.zeros(capacity, dtype), np.zeros(capacity)  # float64
@@ -511,7 +496,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         """-> row numbers, importance weights before they are divided by their maximum"""
         if not self.alpha:
             return rng.integers(self.size, size=batch_size), np.ones(batch_size)
-        cumsum = self.priorities[: self.size].cumsum()
+        cumsum = self.priorities[: self.size].cumsum()  # 4 ms at 10^6 rows: no tree is needed
         inds = cumsum.searchsorted(rng.random(batch_size) * cumsum[-1], side="right")
         inds = inds.clip(max=self.size - 1)  # rounding must not lead beyond the last row
         probabilities = self.priorities[inds] / cumsum[-1]
@@ -605,11 +590,6 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
     """y = r + gamma * mask * (min_e Q(s',a') + entropy_bonus).  (N,), (N,), (E,N) -> (N,)"""
     assert rewards.shape == masks.shape == next_q_values.shape[1:]  # broadcasting hides bugs
     return rewards + gamma * masks * (next_q_values.min(0).values + entropy_bonus)
-
-
-def polyak(target, source, tau: float):
-    """target += tau * (source - target), in place"""
-    target.lerp_(source, tau)
 
 
 def flatten(parameters: list) -> torch.Tensor:
@@ -711,7 +691,7 @@ class SAC(nn.Module):
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
-            polyak(self.flat_target, self.flat_critic, self.args.tau)
+            self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
         return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
 
     def count(self, applied: bool, stats: dict) -> dict:
@@ -922,10 +902,8 @@ class Collector:
 # --- evaluate ---
 def evaluate_policy(agent: WarmupAgent, env, num_episodes: int) -> dict[str, float]:
     """The mean action, the same episodes for every run."""
-    results = []
-    for episode in range(num_episodes):
-        rows, success = play(env, 10_000 + episode, agent.act)
-        results.append((float(success), sum(float(row[2]) for row in rows), len(rows)))
+    plays = [play(env, 10_000 + episode, agent.act) for episode in range(num_episodes)]
+    results = [(success, sum(float(row[2]) for row in rows), len(rows)) for rows, success in plays]
     names = ("eval/success_rate", "eval/episodic_return", "eval/episodic_length")
     return dict(zip(names, np.mean(results, 0).tolist(), strict=True))
 
@@ -1013,10 +991,8 @@ def catch_signals() -> list[int]:
 def means(window: list[dict]) -> dict[str, float]:
     """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name] for stats in window if name in stats] for name in names}
-    # a resumed run has read the older ones to the CPU
-    same = {name: [value.to(column[-1].device) for value in column] for name, column in columns.items()}
-    return {name: torch.stack(column).float().mean().item() for name, column in same.items()}
+    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
 def load_checkpoint(path) -> dict:
@@ -1033,8 +1009,8 @@ def main(args: Args) -> dict[str, float]:
     device = torch.device(best if args.device == "auto" else args.device)
     env, judge = make_env(args.env_id), make_env(args.env_id)
     if args.make_data:
-        names, folder = ("demos", "suboptimal", "random"), Path(args.data_dir or "data")
-        load_offline_data(args, make_sources(args, names, folder), env)  # which prints their returns
+        sources = make_sources(args, SOURCES, Path(args.data_dir or "data"))
+        load_offline_data(args, sources, env)  # prints their returns
         return {}
     path, saved = Path(args.run_dir or "") / "latest.pth", None
     going_on = args.resume and path.exists()
@@ -1094,13 +1070,12 @@ def main(args: Args) -> dict[str, float]:
     elif not args.offline_steps:
         offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
 
-    seconds = {"time/rollout": 0.0, "time/update": 0.0}  # since the last log line
     if not step:
-        scores = evaluate_policy(agent, judge, args.eval_episodes)
-        run.log({"global_step": 0, "charts/env_steps": 0} | scores)
+        start = {"global_step": 0, "charts/env_steps": 0}
+        run.log(start | evaluate_policy(agent, judge, args.eval_episodes))
     while step < total and not stop:
         # 1 collect
-        step, num_updates, ratio, row, clock = step + 1, 1, 1.0, {}, time.time()
+        step, num_updates, ratio, row = step + 1, 1, 1.0, {}
         env_steps, last = max(0, step - args.offline_steps), step == total
         agent.enter(env_steps)
         if env_steps:
@@ -1115,10 +1090,8 @@ def main(args: Args) -> dict[str, float]:
             num_updates = args.utd_ratio if env_steps > idle else 0
             decay = (args.initial_offline_ratio, args.offline_decay_rate, args.min_offline_ratio)
             ratio = offline_ratio_at(env_steps, *decay)
-        seconds["time/rollout"] += time.time() - clock
 
         # 2 update
-        clock = time.time()
         for i in range(num_updates):
             rng = np.random.default_rng([args.seed, 5, step, i])
             beta = priority_beta_schedule(step / (args.offline_steps + online_steps), args.priority_beta)
@@ -1132,7 +1105,6 @@ def main(args: Args) -> dict[str, float]:
             if stats:
                 take_back(stats.pop("td_errors").cpu().numpy())
             window.append(stats | dict(offline_frac=torch.tensor(split[0] / args.batch_size)))
-        seconds["time/update"] += time.time() - clock
 
         # 3 go online
         if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
@@ -1169,14 +1141,14 @@ def main(args: Args) -> dict[str, float]:
                 row["buffer/offline_frac"] = row.pop("losses/offline_frac")
             row |= {"global_step": step, "charts/env_steps": env_steps, "charts/updates": agent.updates}
             row |= {"buffer/online_size": len(online_rb), "buffer/offline_size": len(offline_rb)}
-            row |= {"buffer/offline_bytes": offline_rb.rows.nbytes} | seconds
-            row |= {"charts/SPS": step / (time.time() - run.start)}
+            row["buffer/offline_bytes"] = offline_rb.rows.nbytes
+            row["charts/SPS"] = step / (time.time() - run.start)
             row["losses/skipped_steps"] = agent.skipped_steps
-            names = ("charts/episodic_return", "charts/episodic_length")
             if collector.episodes:
-                row |= dict(zip(names, np.mean(collector.episodes, 0).tolist(), strict=True))
+                names = ("charts/episodic_return", "charts/episodic_length")
+                row |= zip(names, np.mean(collector.episodes, 0).tolist(), strict=True)
             run.log(row)
-            metrics, window, seconds = metrics | row, [], dict.fromkeys(seconds, 0.0)
+            metrics, window = metrics | row, []
             watched = [f"losses/{k}" for k in ("critic_loss", "actor_loss", "alpha_loss", "alpha")]
             watched += ["buffer/offline_frac", "eval/episodic_return"]
             line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if metrics.get(k))

@@ -76,8 +76,8 @@ def run(task, arm, seed, lr):
         options |= (ARMS | PARTS)[arm] | dict(run_dir=f"{target}/run")
         wsrl_warmup.main(wsrl_warmup.Args(**options))
         rows = [json.loads(line) for line in open(f"{target}/run/metrics.jsonl")]
-    lines = [line for line in out.getvalue().splitlines() if "successes" in line]
-    best = max((float(line.split("return ")[1].split(",")[0]) for line in lines), default=float("nan"))
+    lines = [line for line in out.getvalue().splitlines() if "episodes, return" in line]
+    best = max((float(line.split("return ")[1]) for line in lines), default=float("nan"))
     seconds = round(time.process_time() - start, 1)
     rows = [row for row in rows if "eval/episodic_return" in row]
     if rows[-1]["charts/env_steps"] < 2_000:

@@ -15,7 +15,6 @@ from sac_hybrid import (
     SACHybridAgent,
     grasp_target,
     hold_grippers,
-    polyak,
     split_batch,
     tanh_normal,
     td_target,
@@ -105,11 +104,13 @@ def test_tanh_normal():
     assert torch.allclose(tanh_normal(mean, 0.5 * torch.ones(5, 3), noise)[1], slow.sum(-1).float(), atol=1e-4)
 
 
-def test_polyak_and_temperature():
-    target = torch.zeros(4)
+def test_the_slow_copy_and_the_first_temperature():
+    agent = make_agent(tau=0.005, lr=1e-9)  # the fast one stays where it is
+    agent.flat_target.zero_()
+    agent.flat_critic.fill_(1)
     for _ in range(5):
-        polyak(target, torch.ones(4), 0.005)
-    assert target.tolist() == pytest.approx([0.024751] * 4, abs=1e-6)
+        agent.update(make_batch(), full=False)
+    assert agent.flat_target.tolist() == pytest.approx([0.024751] * len(agent.flat_target), abs=1e-6)
     assert make_agent(init_alpha=5e-4).alpha().item() == pytest.approx(5e-4, rel=1e-3)
 
 

@@ -17,7 +17,6 @@ from wsrl_warmup import (
     calibrate,
     conservative_gap,
     offline_ratio_at,
-    polyak,
     priority_beta_schedule,
     return_to_go,
     split_rows,
@@ -67,9 +66,6 @@ def test_numbers_of_the_design():
     assert td_target(rewards, torch.ones(1), q_values, 0.99, bonus).item() == pytest.approx(11.197)
     assert td_target(rewards, torch.ones(1), q_values, 0.99).item() == pytest.approx(10.9)
     assert td_target(rewards, torch.zeros(1), q_values, 0.99, bonus).item() == 1
-    target = torch.ones(1)
-    polyak(target, torch.full((1,), 2.0), 0.005)
-    assert target.item() == pytest.approx(1.005)
     squares, weights = torch.tensor([1.0, -2.0, 3.0]).square(), torch.tensor([2.0, 1.0, 0.5])
     assert (squares * weights).mean().item() == pytest.approx(3.5)
     assert (squares * batch_weights(weights)).mean().item() == pytest.approx(3.0)
