@@ -41,6 +41,7 @@ import zipfile
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import gymnasium as gym
@@ -253,18 +254,12 @@ def make_sources(args: Args, names, folder: Path) -> list[str]:
             for name, part in (("suboptimal", 0.5), ("demos", 1.0)):
                 main(replace(args, **own, online_steps=int(part * args.online_steps)))
                 experts[name] = WarmupAgent.load(f"{run}/final_model.pth").act
+    folder.mkdir(parents=True, exist_ok=True)
     for name in missing:
         rng = np.random.default_rng([args.seed, 1, [*experts].index(name)])
         columns = make_source(make_env(args.env_id), experts[name], name, args.data_size, rng)
-        write_npz(folder / f"{name}.npz", columns)
+        np.savez(folder / f"{name}.npz", **columns)
     return [f"{name}={folder / name}.npz" for name in names]
-
-
-def write_npz(path: Path, columns: dict):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "wb") as file:
-        np.savez(file, **columns)
-    os.replace(f"{path}.tmp", path)
 
 
 class DemoUnpickler(pickle.Unpickler):
@@ -832,14 +827,13 @@ class WarmupAgent(SAC):
         return np.tanh(mean + std * noise)
 
     def checkpoint(self) -> dict:
-        return dict(agent=copy.deepcopy(self.state_dict()), args=asdict(self.args), dims=self.dims)
+        return dict(agent=copy.deepcopy(self.state_dict()), args={**vars(self.args)}, dims=self.dims)
 
     @classmethod
     def load(cls, path, device="cpu"):
         """The agent of a final_model.pth; its options come from there, too."""
-        saved = load_checkpoint(path)
-        args, (action_dim, obs_dim) = Args(), saved["dims"]
-        vars(args).update(saved["args"])  # as they were resolved: its files need not be here
+        saved = load_checkpoint(path, "dims")
+        args, (action_dim, obs_dim) = SimpleNamespace(**saved["args"]), saved["dims"]
         agent = cls(args, action_dim, np.zeros(obs_dim), np.ones(obs_dim), device)
         agent.load_state_dict(saved["agent"])
         return agent
@@ -995,11 +989,12 @@ def means(window: list[dict]) -> dict[str, float]:
     return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
-def load_checkpoint(path) -> dict:
+def load_checkpoint(path, key: str) -> dict:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        return saved | {key: saved[key]}  # a file of another kind has no such entry
     except Exception as error:  # a damaged file raises almost any type
-        sys.exit(f"checkpoint {path} is not one of a run: {type(error).__name__}: {error}")
+        sys.exit(f"{path} does not hold what is needed: {type(error).__name__}: {error}")
 
 
 # --- main ---
@@ -1016,8 +1011,8 @@ def main(args: Args) -> dict[str, float]:
     going_on = args.resume and path.exists()
     handed_over = args.stage == "online" and not going_on
     if going_on or handed_over:
-        saved = load_checkpoint(path if going_on else args.checkpoint_path)
-        changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
+        saved = load_checkpoint(path if going_on else args.checkpoint_path, "step")
+        changed = {k: v for k, v in vars(args).items() if saved["args"].get(k) != v}
         print(f"going on after step {saved['step']}, with changed options: {changed}")
         args.offline_steps = saved["args"]["offline_steps"]
     online_steps = args.warmup_rollout_steps + args.online_steps
@@ -1047,28 +1042,22 @@ def main(args: Args) -> dict[str, float]:
     collector = Collector(args, env)
     del rows
     early = dict(best_error=math.inf, stale=0, best=None)  # checks since the best error, its weights
-
-    def parts():
-        rbs = dict(online_rb=online_rb, offline_rb=offline_rb, heldout_rb=heldout_rb)
-        return rbs | dict(agent=agent, collector=collector)
+    parts = dict(agent=agent, collector=collector, online_rb=online_rb, offline_rb=offline_rb)
+    parts["heldout_rb"], retention = heldout_rb, (args.retention_ratio, args.retention_by, agent)
 
     def save(target: Path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        state = {name: part.state_dict() for name, part in parts().items()}
+        state = {name: part.state_dict() for name, part in parts.items()}
         state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
         save_checkpoint(target, state | agent.checkpoint())
 
     if saved:
-        for name, part in parts().items():
+        for name, part in parts.items():
             part.load_state_dict(saved[name])
         step, early, returns, window = (saved[name] for name in ("step", "early", "returns", "window"))
         if handed_over and args.filtered_data_path:
-            kept = load_columns(args.filtered_data_path)
-            if "priorities" not in kept:
-                sys.exit(f"--filtered-data-path {args.filtered_data_path} is not what a warm-up kept")
-            offline_rb.load_state_dict({name: torch.as_tensor(x) for name, x in kept.items()})
+            offline_rb.load_state_dict(load_checkpoint(args.filtered_data_path, "priorities"))
     elif not args.offline_steps:
-        offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+        parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
 
     if not step:
         start = {"global_step": 0, "charts/env_steps": 0}
@@ -1123,7 +1112,7 @@ def main(args: Args) -> dict[str, float]:
             if early["best"]:
                 agent.load_state_dict(early["best"])
             early["best"] = batch = take_back = None  # they hold the old arrays
-            offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+            parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
 
         # 4 evaluate
         if switching or last or (args.eval_every and step % args.eval_every == 0):
@@ -1158,7 +1147,7 @@ def main(args: Args) -> dict[str, float]:
         if last or stop or switching or step % args.save_every == 0:
             save(run.dir / "latest.pth")
         if switching and args.filtered_data_path:
-            write_npz(Path(args.filtered_data_path), offline_rb.state_dict())
+            save_checkpoint(Path(args.filtered_data_path), offline_rb.state_dict())
         if switching and args.checkpoint_path:
             save(Path(args.checkpoint_path))
 

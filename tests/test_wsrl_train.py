@@ -126,9 +126,10 @@ def test_two_commands_are_one_run(own, tmp_path, data):
     one, other = state(tmp_path / "both"), state(tmp_path / "second")
     assert all(torch.equal(x, other["agent"][k]) for k, x in one["agent"].items() if isinstance(x, torch.Tensor))
     if "filtered_data_path" in hand:
-        assert len(np.load(hand["filtered_data_path"])["priorities"]) == (400 if own else 200)
-        with pytest.raises(SystemExit, match="demos.npz is not what a warm-up kept"):
-            run(tmp_path / "third", data, **hand | dict(filtered_data_path=f"{data}/demos.npz"))
+        assert len(torch.load(hand["filtered_data_path"])["priorities"]) == (400 if own else 200)
+    for wrong in ("checkpoint_path", "filtered_data_path"):
+        with pytest.raises(SystemExit, match="final_model.pth does not hold what is needed"):
+            run(tmp_path / "third", data, **hand | {wrong: str(tmp_path / "first/final_model.pth")})
 
 
 class Killed(BaseException):
