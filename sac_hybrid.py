@@ -34,16 +34,17 @@ import math
 import os
 import pickle
 import pickletools
-import queue
 import re
 import runpy
 import signal
 import sys
 import tempfile
-import threading
 import time
 import zipfile
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
@@ -58,8 +59,8 @@ from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
 DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, any other)
-    max_steps=(7_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
-    batch_size=(64, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
+    max_steps=(6_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
+    batch_size=(32, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
     init_alpha=(5e-4, 0.01), bc_weight=(0.05, 0.0), hidden_size=(128, 256), augment_pad=(0, 4),
     encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
     eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
@@ -120,14 +121,14 @@ class Args:
     layer_norm: bool = True  # LayerNorm in actor and critics
 
     # rollout
-    max_steps: int | None = None  # environment steps (built-in 7000, expert fewer, else 100000)
+    max_steps: int | None = None  # environment steps (built-in 6000, expert fewer, else 100000)
     training_starts: int | None = None  # steps before the first update (built-in 100, else 1000)
     random_steps: int | None = None  # steps with uniformly random actions (built-in 0, else 1000)
     utd: float | None = None  # updates per step; the faster thread waits (built-in 2, else 1)
     max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
 
     # optimization
-    batch_size: int | None = None  # rows of an update (built-in 64, else 256)
+    batch_size: int | None = None  # rows of an update (built-in 32, else 256)
     lr: float | None = None  # Adam, for actor, critics and temperature (built-in 1e-3, else 3e-4)
     augment_pad: int | None = None  # random shift of images, in pixels (built-in 0, else 4)
 
@@ -479,17 +480,15 @@ class Encoder(nn.Module):  # hybrid: images
 
     def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str):
         super().__init__()
-        self.image_keys, number = list(image_keys), len(image_keys)
-        nets = [ImageEncoder(kind, image_shape) for _ in range(1 if kind == "softmax" else number)]
-        self.images = nn.ModuleList(nets * number if kind == "softmax" else nets)
-        # without images the state is the feature
-        self.embed_state = embedding(state_dim, 64) if state_dim and number else None
-        self.dim = sum(net.dim for net in self.images) + state_dim + 64 * bool(self.embed_state)
+        self.image_keys, self.dim, self.embed_state = list(image_keys), state_dim, None
+        if image_keys:  # without images the state is the feature
+            self.image = ImageEncoder(kind, image_shape)  # the same for every camera
+            self.embed_state = embedding(state_dim, 64) if state_dim else None
+            self.dim += len(image_keys) * self.image.dim + 64 * bool(state_dim)
 
     def forward(self, obs):
-        parts = []
-        for key, net in zip(self.image_keys, self.images, strict=True):
-            parts.append(net(obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5)))
+        images = [obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5) for key in self.image_keys]
+        parts = [self.image(image) for image in images]
         if vectors := sorted(set(obs) - set(self.image_keys)):
             state = torch.cat([obs[key] for key in vectors], 1)
             parts += [state, self.embed_state(state)] if self.embed_state else [state]
@@ -896,94 +895,75 @@ class Robot:
         views = [tuple(view[key] for key in self.record["obs"].names) for view in (obs, self.obs)]
         return np.array((*views, action, *scalars), self.record)
 
-    def run(self, agent, link):
-        """The actor's loop, in a thread of the learner's process or as a process of its own."""
-        if self.built_in and (actions := self.actions):  # resumed; nobody moves a real arm so
-            self.begin(self.start)
-            for action in actions:
-                self.step(action)
-        record, layout = None, self.layout
-        while (turn := link.exchange(record))[0] >= 0:
-            global_step, weights = turn
-            nn.utils.vector_to_parameters(weights, agent.acting())
-            if self.obs is None:
-                self.begin(global_step)
-            rng = np.random.default_rng([self.args.seed, 3, self.rank, global_step])
-            if global_step < self.args.random_steps:
-                action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
-                action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
-            else:
-                action = agent.act(self.obs, rng.standard_normal(len(layout.continuous), np.float32))
-            record = self.step(action)
-            if record["dones"]:
-                self.obs, self.actions = None, []
+    def take_turn(self, agent, global_step: int, weights):
+        """The newest policy takes one step.  -> its record"""
+        nn.utils.vector_to_parameters(weights, agent.acting())
+        if self.obs is None:
+            self.begin(global_step)
+        layout, rng = self.layout, np.random.default_rng([self.args.seed, 3, self.rank, global_step])
+        if global_step < self.args.random_steps:
+            action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
+            action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
+        else:
+            action = agent.act(self.obs, rng.standard_normal(len(layout.continuous), np.float32))
+        record = self.step(action)
+        if record["dones"]:
+            self.obs, self.actions = None, []
+        return record
 
 
 class Link:
-    """Between the learner and its actors, threads of one process: records one way, turns the other.
+    """The learner's end of its actors: a thread for each, in which it takes its turns.
 
     A turn is leave to take one step; max_lead + 1 of them are out at a time. `weights` is a copy,
     replaced and never changed, so that nobody sees half an update.
     """
 
-    def __init__(self):
-        self.records, self.turns, self.threads = queue.Queue(), queue.Queue(), []
+    def __init__(self, actors, steps):
+        self.actors = {ThreadPoolExecutor(1): take_turn for take_turn in actors}
+        self.pending, self.steps = {}, iter(steps)
 
     def publish(self, agent: SACHybridAgent):
         self.weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
 
-    def exchange(self, record):
-        """Actor: hand over a step, wait for a turn.  -> its global step (-1: end), newest weights"""
-        if record is not None:
-            self.records.put(record)
-        return self.turns.get(), self.weights
+    def grant(self, thread):
+        for step in islice(self.steps, 1):  # with the weights that are the newest when it comes to it
+            turn = thread.submit(lambda: self.actors[thread](step, self.weights))
+            self.pending[turn] = thread
 
     def receive(self):
-        """Learner: the next record, None if there is none yet. Raises what an actor raised."""
-        try:
-            record = self.records.get(timeout=3)
-        except queue.Empty:
-            return None
-        if isinstance(record, BaseException):
-            raise record
-        return record
-
-    def start(self, act):
-        def body():
-            try:
-                act(self)
-            except BaseException as error:  # also SystemExit: the learner raises it again
-                self.records.put(error)
-
-        self.threads.append(threading.Thread(target=body, daemon=True))
-        self.threads[-1].start()
+        """Whose turn has ended, and its record; None if none has yet. Raises what an actor raised."""
+        wait(self.pending, timeout=3, return_when=FIRST_COMPLETED)
+        ended = next((turn for turn in self.pending if turn.done()), None)
+        return (self.pending.pop(ended), ended.result()) if ended else (None, None)
 
 
 class Wire:
-    """The link of an actor on another rank: bytes of a record to rank 0, turn and weights back."""
+    """An actor on another rank: turn and weights go there, the bytes of a record come back."""
 
     def __init__(self, record: np.dtype, num_weights: int, rank: int):
         # a group for each pair, so that no actor waits for another
         self.record, self.peer, self.group = record, rank, dist.new_group([0, rank])
-        self.message = torch.zeros(record.itemsize, dtype=torch.uint8)  # zeros: not a record yet
-        self.turn, self.weights = torch.zeros(1, dtype=torch.int64), torch.empty(num_weights)
+        self.message = torch.zeros(record.itemsize, dtype=torch.uint8)
+        self.turn, self.weights = torch.zeros(1, dtype=torch.int64), torch.zeros(num_weights)
 
-    def exchange(self, record):
-        if record is not None:
-            self.message = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
-        dist.send(self.message, 0, self.group)
-        dist.recv(self.turn, 0, self.group)
-        dist.recv(self.weights, 0, self.group)
-        return self.turn.item(), self.weights
-
-    def serve(self, link: Link):
-        """Rank 0, a thread per actor: stands in for it, so that the learner sees threads only."""
-        while self.turn >= 0:
+    def take_turn(self, global_step: int, weights):
+        """On rank 0; -1 ends the actor."""
+        dist.send(torch.tensor([global_step]), self.peer, self.group)
+        dist.send(weights, self.peer, self.group)
+        if global_step >= 0:
             dist.recv(self.message, self.peer, self.group)
-            record = np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
-            self.turn[0], weights = link.exchange(record if record["episodic_length"] else None)
-            dist.send(self.turn, self.peer, self.group)
-            dist.send(weights, self.peer, self.group)
+            return np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
+
+    def serve(self, take_turn):
+        """On the other rank, until the end."""
+        while True:
+            dist.recv(self.turn, 0, self.group)
+            dist.recv(self.weights, 0, self.group)
+            if self.turn < 0:
+                return
+            record = take_turn(self.turn.item(), self.weights)
+            dist.send(torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8), 0, self.group)
 
 
 # --- evaluate ---
@@ -1148,7 +1128,7 @@ def main(args: Args) -> dict[str, float]:
     count = sum(param.numel() for param in agent.acting())
     wires = [Wire(judge.record, count, other) for other in range(1, world)]
     if rank > 0:
-        robot.run(actor, wires[rank - 1])
+        wires[rank - 1].serve(partial(robot.take_turn, actor))
         dist.destroy_process_group()
         return {}
     online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
@@ -1158,50 +1138,53 @@ def main(args: Args) -> dict[str, float]:
             rb.insert(record)
         if rb.used == args.buffer_size:
             sys.exit(f"--buffer-size {args.buffer_size} is less than {path} needs")
-    link, best, best_score, window, rows, metrics = Link(), None, [-1.0], [], [], {}
-    step, helped, totals, episodes = 0, 0, [0, 0, 0], []  # human's steps, takeovers, episodes
+    best, best_score, window, rows, metrics = None, [-1.0], [], [], {}
+    step, totals, episodes = 0, [0, 0, 0], []  # totals of COUNTED, the last 20 episodes
     path = Path(args.run_dir or "") / "latest.pth"
     if args.resume and path.exists():
         saved = torch.load(path, map_location="cpu", weights_only=True)
         changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
         print(f"resuming {path}, with changed options: {changed}")
         agent.load_state_dict(saved["agent"])
-        best, best_score, window, rows, step, helped, totals, episodes = saved["progress"]
-        robot.start, robot.actions = saved["episode"][0], list(saved["episode"][1].numpy())
+        best, best_score, window, rows, step, totals, episodes = saved["progress"]
+        start, actions = saved["episode"]
+        if len(actions) and robot.built_in:  # inside an episode; nobody moves a real arm so
+            robot.begin(start)
+            for action in actions.numpy():
+                robot.step(action)
         for rb, state in zip((online_rb, demo_rb), saved["buffers"], strict=False):
             rb.load_state_dict(state)
     run = Run(args, args.max_steps, rows, exist_ok=args.resume)
-    save_dir, spent = Path(args.save_dir or run.dir), [0.0, 0.0]  # seconds acting, learning
+    save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
 
     def save():
         state = agent.checkpoint()
         save_checkpoint(save_dir / f"checkpoint_{step}.pth", state)
-        progress = (best, best_score, window, run.rows, step, helped, totals, episodes)
+        progress = (best, best_score, window, run.rows, step, totals, episodes)
         episode = (robot.start, torch.from_numpy(np.array(robot.actions, np.float32)))
         buffers = [rb.state_dict() for rb in (online_rb, demo_rb)] if args.save_buffers else []
         state |= dict(progress=progress, episode=episode, buffers=buffers)
         save_checkpoint(run.dir / "latest.pth", state)
 
+    actors = [wire.take_turn for wire in wires] or [partial(robot.take_turn, actor)]
+    link = Link(actors, range(step, args.max_steps))
     link.publish(agent)
-    for act in [wire.serve for wire in wires] or [lambda link: robot.run(actor, link)]:
-        link.start(act)
-    turns = iter(range(step, args.max_steps))
-    for _ in range(max(args.max_lead + 1, world - 1)):
-        link.turns.put(next(turns, -1))
+    for thread in islice(cycle(link.actors), max(args.max_lead + 1, len(actors))):
+        link.grant(thread)
     try:
         while step < args.max_steps and not stop:
             # 1 collect: the actors do, see Robot.run; the human's steps go into both buffers
             started = time.time()
-            if (record := link.receive()) is None:
+            thread, record = link.receive()
+            if record is None:
                 continue
             for rb in (online_rb, demo_rb) if record["interventions"] else (online_rb,):
                 rb.insert(record)
             totals = [total + int(record[k]) for total, k in zip(totals, COUNTED, strict=True)]
             if record["dones"]:
                 episodes = [*episodes[-19:], [float(record[name]) for name in RESULTS]]
-            step, last, row = step + 1, step + 1 == args.max_steps, {}
-            spent[0], started = spent[0] + time.time() - started, time.time()
+            step, last, row, received = step + 1, step + 1 == args.max_steps, {}, time.time()
 
             # 2 update
             while agent.updates < math.floor(args.utd * max(0, step - args.training_starts)):
@@ -1215,14 +1198,14 @@ def main(args: Args) -> dict[str, float]:
                 stats |= {"buffer/demo_rows": demo_rows, "buffer/online_rows": args.batch_size - demo_rows}
                 window.append(stats)
             link.publish(agent)
-            spent[1] += time.time() - started
+            numbers = [float(record["interventions"]), received - started, time.time() - received]
+            names = ("charts/intervention_rate", "time/rollout", "time/update")
+            window.append(dict(zip(names, torch.tensor(numbers), strict=True)))
 
             # 3 log
             if step % args.log_interval == 0 or last:
                 row = {name if "/" in name else f"losses/{name}": v for name, v in means(window).items()}
-                steps = (step - 1) % args.log_interval + 1  # since the last line
                 row |= {
-                    "charts/intervention_rate": (totals[0] - helped) / steps,
                     "charts/intervention_steps": totals[0],
                     "charts/intervention_count": totals[1],
                     "charts/episodes": totals[2],
@@ -1231,12 +1214,10 @@ def main(args: Args) -> dict[str, float]:
                     "losses/skipped_steps": agent.skipped_steps,
                     "buffer/online_size": len(online_rb),
                     "buffer/demo_size": len(demo_rb),
-                    "time/rollout": spent[0],
-                    "time/update": spent[1],
                 }
                 for name, values in zip(RESULTS, zip(*episodes, strict=True), strict=False):
                     row[f"charts/{name}"] = float(np.mean(values))
-                window, helped, spent = [], totals[0], [0.0, 0.0]
+                window = []
 
             # 4 evaluate: one set of episodes chooses the policy, another judges it at the end
             if args.eval_episodes and (last or (args.eval_every and step % args.eval_every == 0)):
@@ -1252,21 +1233,17 @@ def main(args: Args) -> dict[str, float]:
             run.status(" ".join(shown), step)
 
             # 5 save, before the actor may go on: the checkpoint is of one moment
-            if last or step % args.save_every == 0:
+            if step % args.save_every == 0:
                 save()
             if not stop:
-                link.turns.put(next(turns, -1))
-    except BaseException:  # an arm that fails must not cost what was learned
-        save()
-        raise
+                link.grant(thread)
     finally:
-        for thread in link.threads:
-            link.turns.put(-1)
-        for thread in link.threads:
-            thread.join(timeout=5)
-
+        save()  # an arm that fails does not cost what was learned
+        for thread in link.actors:
+            thread.shutdown(cancel_futures=True)
+        for wire in wires:
+            wire.take_turn(-1, link.weights)
     if step < args.max_steps:
-        save()
         print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
         return metrics
     if best is not None:

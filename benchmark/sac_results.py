@@ -1,12 +1,14 @@
 """What sac_hybrid.py makes of a clumsy human, and what imitation makes of him: success, and steps to success.
 
-Five seeds that nothing was tuned on (tuning: 101), the frozen policy without human on 100 fresh episodes. A run that is
-in the CSV is not run again, so that the study can be stopped; curves are of the 50 episodes that choose the policy.
+Five seeds that nothing was tuned on, the frozen policy without human on 100 fresh episodes. Before that --tune, on other
+seeds, with as many runs for an imitator as for the method. A run that is in the CSV is not run again, so that the study
+can be stopped; curves are of the 50 episodes that choose the policy.
 
-    python benchmark/sac_results.py                     # every arm, 31-35: about two hours of one core
+    python benchmark/sac_results.py                     # every arm, 31-35: about an hour and a half of one core
     python benchmark/sac_results.py --arms "HG-DAgger"  # this one
-    python benchmark/sac_results.py --table             # the table of docs/sac_hybrid.md, from the CSV
-    python benchmark/sac_results.py --plot              # docs/sac_ablation.png, from both
+    python benchmark/sac_results.py --tune              # the grid, seeds 101 and 102: a quarter of an hour
+    python benchmark/sac_results.py --table             # the tables of docs/sac_hybrid.md, from the CSVs
+    python benchmark/sac_results.py --plot              # docs/sac_ablation.png, from them
 """
 
 import argparse
@@ -21,16 +23,42 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, CURVES = (ROOT / "benchmark" / name for name in ("sac_results.csv", "sac_curves.csv"))
+NAMES = ("sac_results.csv", "sac_curves.csv", "sac_tuning.csv")
+RESULTS, CURVES, TUNING = (ROOT / "benchmark" / name for name in NAMES)
+BC, DEMOS = "--algorithm bc --batch-size 64", "--intervention-steps 0"
 ARMS = {  # name -> flags of sac_hybrid.py
     "demos + interventions": "",
-    "HG-DAgger": "--algorithm bc --max-steps 4000",  # the human is gone after 3000: no new data
-    "demos only": "--intervention-steps 0",
-    "cloning": "--algorithm bc --intervention-steps 0 --max-steps 2000",
+    "HG-DAgger": f"{BC} --max-steps 4000",  # the human is gone after 3000: no new data
+    "cloning": f"{BC} {DEMOS} --max-steps 2000",
     "human": None,
-    "single-arm-fixed-gripper": "--setup-mode single-arm-fixed-gripper --human expert",
-    "dual-arm-fixed-gripper": "--setup-mode dual-arm-fixed-gripper --human expert",
-    "dual-arm-learned-gripper": "--setup-mode dual-arm-learned-gripper --human expert",
+    "demos only": DEMOS,
+    "neither": f"--num-demos 0 {DEMOS} --max-steps 2000",
+    "batches of 64, 7000 steps": "--batch-size 64 --max-steps 7000",
+    "random shift of 2 pixels": "--augment-pad 2",
+}
+MODES = {
+    mode: f"--setup-mode {mode} --human expert"
+    for mode in ("single-arm-fixed-gripper", "dual-arm-fixed-gripper", "dual-arm-learned-gripper")
+}
+GRID = {  # arm -> what was tried: seed and flags
+    "demos + interventions": [
+        "101 --batch-size 64 --max-steps 7000",
+        "101 --batch-size 64 --max-steps 5000 --intervention-steps 2000",
+        "101 --max-steps 5000",
+        "102",
+    ],
+    "HG-DAgger": [
+        f"101 {BC} --max-steps 4000",
+        f"101 {BC} --max-steps 4000 --lr 3e-4",
+        f"101 {BC} --max-steps 4000 --utd 4",
+        "101 --algorithm bc --batch-size 256 --max-steps 4000",
+    ],
+    "cloning": [
+        f"101 {BC} {DEMOS} --max-steps 2000",
+        f"101 {BC} {DEMOS} --max-steps 2000 --lr 3e-4",
+        f"101 {BC} {DEMOS} --max-steps 2000 --utd 4",
+        f"101 --algorithm bc --batch-size 256 {DEMOS} --max-steps 2000",
+    ],
 }
 FIELDS = ("arm", "seed", "success_rate", "steps_to_success", "cpu_seconds", "command")
 CURVE_FIELDS = ("arm", "seed", "global_step", "success_rate", "steps_to_success", "intervention_rate")
@@ -69,12 +97,9 @@ def play_human(seed: int):
     return len(lengths) / 100, float(np.mean(lengths))
 
 
-def run(arm: str, seed: int):
-    if ARMS[arm] is None:
-        success, steps = play_human(seed)
-        append(RESULTS, FIELDS, [dict(arm=arm, seed=seed, success_rate=success, steps_to_success=steps)])
-        return
-    flags = f"--seed {seed} {ARMS[arm]}".strip()
+def run(arm: str, flags: str, results: Path):
+    """One run of sac_hybrid.py; its row goes to `results`, its curve to CURVES unless it is a tuning run."""
+    seed = int(flags.split()[1])
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "sac_hybrid.py"), *flags.split(), "--run-dir", f"{folder}/run"]
         before = os.times()
@@ -82,22 +107,23 @@ def run(arm: str, seed: int):
         after = os.times()
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
     names = {name: f"eval/{name}" for name in ("success_rate", "steps_to_success")}
-    names["intervention_rate"] = "charts/intervention_rate"
     *curve, last = [row for row in rows if "eval/success_rate" in row]
+    result = {name: last.get(key) for name, key in names.items()}
+    names["intervention_rate"] = "charts/intervention_rate"
     points = [{name: row.get(key) for name, key in names.items()} for row in curve]
     at = [dict(arm=arm, seed=seed, global_step=row["global_step"]) for row in curve]
-    append(CURVES, CURVE_FIELDS, [own | point for own, point in zip(at, points, strict=True)])
+    if results == RESULTS:
+        append(CURVES, CURVE_FIELDS, [own | point for own, point in zip(at, points, strict=True)])
     cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    result = dict(success_rate=last["eval/success_rate"], steps_to_success=last["eval/steps_to_success"])
     command = f"python sac_hybrid.py {flags}"
-    append(RESULTS, FIELDS, [dict(arm=arm, seed=seed, cpu_seconds=round(cpu), command=command) | result])
-    print(f"{arm}, seed {seed}: {result}, {cpu:.0f} CPU seconds", flush=True)
+    append(results, FIELDS, [dict(arm=arm, seed=seed, cpu_seconds=round(cpu), command=command) | result])
+    print(f"{arm}, {flags}: {result}, {cpu:.0f} CPU seconds", flush=True)
 
 
-def table(rows) -> str:
+def table(rows, arms) -> str:
     """Markdown, from the CSV: mean, and lowest to highest of the seeds"""
     lines = ["| | success | steps to success | seeds | CPU s |", "|---|---|---|---|---|"]
-    for arm in ARMS:
+    for arm in arms:
         own = [row for row in rows if row["arm"] == arm]
         if own:
             success, steps, cpu = (
@@ -111,6 +137,15 @@ def table(rows) -> str:
     return "\n".join(lines)
 
 
+def grid(rows) -> str:
+    """Markdown: every tuning run"""
+    lines = ["| | seed and flags | success | steps to success |", "|---|---|---|---|"]
+    for row in rows:
+        flags = row["command"].removeprefix("python sac_hybrid.py --seed ")
+        lines.append(f"| {row['arm']} | `{flags}` | {row['success_rate']:.2f} | {row['steps_to_success']:.1f} |")
+    return "\n".join(lines)
+
+
 def plot():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -120,7 +155,7 @@ def plot():
     axes = figure.subplots(1, 3)
     keys = {"success_rate": "success of the frozen policy", "steps_to_success": "steps to success"}
     keys["intervention_rate"] = "share of steps by the human"
-    styles = {"demos + interventions": "C0", "HG-DAgger": "C3", "demos only": "C2", "cloning": "C7"}
+    styles = {"demos + interventions": "C0", "demos only": "C2", "HG-DAgger": "C3", "cloning": "C7"}
     styles = {arm: colour for arm, colour in styles.items() if any(row["arm"] == arm for row in curves)}
     for axis, (key, title) in zip(axes, keys.items(), strict=True):
         for arm, colour in styles.items():
@@ -147,17 +182,28 @@ def plot():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="+", default=[*ARMS, *MODES], choices=[*ARMS, *MODES])
     parser.add_argument("--seeds", nargs="+", type=int, default=[31, 32, 33, 34, 35])
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--plot", action="store_true")
+    for flag in ("--tune", "--table", "--plot"):
+        parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     if args.table:
-        print(table(read(RESULTS)))
+        print(table(read(RESULTS), ARMS), table(read(RESULTS), MODES), grid(read(TUNING)), sep="\n\n")
     elif args.plot:
         plot()
+    elif args.tune:
+        known = {row["command"] for row in read(TUNING)}
+        for arm, flags in ((arm, f"--seed {flags}") for arm in GRID for flags in GRID[arm]):
+            if f"python sac_hybrid.py {flags}" not in known:
+                run(arm, flags, TUNING)
     else:
-        for seed in args.seeds:
-            for arm in args.arms:
-                if not any(row["arm"] == arm and row["seed"] == seed for row in read(RESULTS)):
-                    run(arm, seed)
+        for arm in args.arms:
+            for seed in args.seeds:
+                if any(row["arm"] == arm and row["seed"] == seed for row in read(RESULTS)):
+                    continue
+                if arm == "human":
+                    success, steps = play_human(seed)
+                    row = dict(arm=arm, seed=seed, success_rate=success, steps_to_success=steps)
+                    append(RESULTS, FIELDS, [row])
+                else:
+                    run(arm, f"--seed {seed} {(ARMS | MODES)[arm]}".strip(), RESULTS)
