@@ -19,10 +19,10 @@ Simplified on purpose: one process, one environment, vector observations.
 Shapes: N rows, D observation dims, A action dims, E critics, M actions of the CQL term.
 
     python wsrl_warmup.py                     # Pendulum from poor data, no demos: a minute on a CPU
-    python wsrl_warmup.py --preset wsrl --env-id MountainCarContinuous-v0 --sources demos random
+    python wsrl_warmup.py --preset bc         # the same from a clone
     python wsrl_warmup.py --offline-data demos=a.npz:2.0 --offline-data demos=b.pkl
-    python wsrl_warmup.py --stage offline --checkpoint-path warm.pth --filtered-data-path kept.npz
-    python wsrl_warmup.py --checkpoint-path warm.pth --filtered-data-path kept.npz  # goes on
+    python wsrl_warmup.py --stage offline --checkpoint-path warm.pth --filtered-data-path kept.pth
+    python wsrl_warmup.py --checkpoint-path warm.pth --filtered-data-path kept.pth  # goes on
 """
 
 import copy
@@ -53,8 +53,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from tyro.conf import UseAppendAction, arg
 
-# What a preset makes of an option that is left out. The design's document keeps the best 20 % and drops
-# the conservative term online; both can cost the warm policy, so here half is kept and the term stays.
+# What a preset makes of an option that is left out. The design's document keeps the best 20 % of the
+# data, which can cost the warm policy: here it is half.
 OPTIONS = """offline_objective offline_steps warmup_rollout_steps learning_starts retention_ratio
     initial_offline_ratio offline_decay_rate min_offline_ratio num_critics utd_ratio
     use_prioritized_replay weighted_loss""".split()
@@ -132,7 +132,7 @@ class Args:
     backup_entropy: bool = False  # entropy bonus in the critic's target
     offline_objective: Literal["sac", "cql", "calql", "bc"] | None = None  # of the warm-up (preset)
     cql_alpha: float = 1.0  # weight of the conservative term; 0 is sac
-    online_cql_alpha: float | None = None  # the same online, on offline rows (design: as offline)
+    online_cql_alpha: float = 0.0  # the same online, on offline rows
     online_bc_weight: float = 0.0  # of cloning offline rows online, in units of |Q|; fades
 
     # replay
@@ -158,8 +158,6 @@ class Args:
         for name, value in zip(OPTIONS, PRESETS[self.preset], strict=True):
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if self.online_cql_alpha is None:  # design: the objective does not change at the switch
-            self.online_cql_alpha = self.cql_alpha if self.preset == "design" else 0.0
         positive = """hidden_size batch_size lr utd_ratio num_critics num_sampled_critics
             init_alpha buffer_size reward_scale data_size log_interval save_every eval_episodes"""
         shares = """gamma tau dropout initial_offline_ratio min_offline_ratio offline_decay_rate
@@ -169,14 +167,15 @@ class Args:
             most = 1 if name in shares.split() else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least} to {most}")
-        top, hand_over = self.initial_offline_ratio if self.retention_ratio else 0, self.checkpoint_path
-        reads = self.stage != "online" and (self.offline_steps or self.retention_ratio)
-        ready = dict(offline=hand_over, online=warm or not new, both=True)[self.stage]
+        floor, online = self.min_offline_ratio, self.stage == "online"
+        reads = not online and (self.offline_steps or self.retention_ratio)
+        ready = dict(offline=self.checkpoint_path, online=warm or not new, both=True)[self.stage]
         for fine, message in (
-            (self.min_offline_ratio <= top, "--min-offline-ratio: more than the initial, or none kept"),
+            (self.retention_ratio or not floor, "--min-offline-ratio above 0, and nothing is retained"),
+            (floor <= self.initial_offline_ratio, "--min-offline-ratio is above the initial one"),
             (reads or not self.offline_data, f"--offline-data is not read: {self.preset}, {self.stage}"),
             (ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
-            (self.stage == "online" or not new or not (warm or kept), "the warm-up is there already"),
+            (online or not new or not (warm or kept), "nothing is overwritten: the warm-up is there"),
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
         ):
             if not fine:

@@ -100,6 +100,15 @@ def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys,
         assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize("policy, trusted", [(-1.0, "policy"), (-1e4, "data")])
+def test_the_switch_says_which_to_trust(policy, trusted, tmp_path, data, capsys, monkeypatch):
+    monkeypatch.setattr(wsrl_warmup, "evaluate_policy", lambda *_: {"eval/episodic_return": policy})
+    run(tmp_path / "run", data, online_steps=1)
+    returns = {name: np.load(f"{data}/{name}.npz")["rewards"].sum() for name in ("suboptimal", "random")}
+    shown = " ".join(f"{name} {total:.1f}" for name, total in returns.items())  # one episode of each
+    assert f"switch: return of {shown}, of the policy {policy:.1f}: trust the {trusted}" in capsys.readouterr().out
+
+
 def test_offline_share_over_a_run(tmp_path, data):
     run(tmp_path / "run", data, offline_decay_rate=0.9, batch_size=10, log_interval=1)
     shares = {
@@ -114,7 +123,7 @@ def test_offline_share_over_a_run(tmp_path, data):
 def test_two_commands_are_one_run(own, tmp_path, data):
     """The design document's pair: the second names checkpoint and kept rows, no --stage, and overwrites neither."""
     hand = own | dict(checkpoint_path=str(tmp_path / "warm.pth"))
-    hand |= {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.npz"))
+    hand |= {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.pth"))
     run(tmp_path / "both", data, **own)
     run(tmp_path / "first", data, stage="offline", **hand)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -399,11 +408,11 @@ def test_values_that_make_no_sense_are_refused(flags, tmp_path, monkeypatch, cap
 
 
 def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "kept.npz").touch()
+    (tmp_path / "kept.pth").touch()
     (tmp_path / "warm.pth").touch()
-    kept = dict(checkpoint_path="no.pth", filtered_data_path="kept.npz")
+    kept = dict(checkpoint_path="no.pth", filtered_data_path="kept.pth")
     for own in (dict(stage="both", checkpoint_path="warm.pth"), kept):
-        with pytest.raises(ValueError, match="is there already"):
+        with pytest.raises(ValueError, match="nothing is overwritten"):
             Args(**{k: str(tmp_path / v) if "path" in k else v for k, v in own.items()})
     with pytest.raises(SystemExit, match="absent.npz"):
         main(tyro.cli(Args, args=["--offline-data", f"demos={tmp_path}/absent.npz", "--run-dir", f"{tmp_path}/run"]))
