@@ -1023,6 +1023,8 @@ def main(args: Args) -> dict[str, float]:
             folder = Path(args.data_dir or folder)
             specs = args.offline_data or make_sources(args, args.sources, folder)
             rows, number, returns = load_offline_data(args, specs, env)
+    for target in filter(None, (args.checkpoint_path, args.filtered_data_path)):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)  # now, not after the warm-up
     run = Run(args, total, saved["rows"] if going_on else (), exist_ok=args.resume)
     stop, step, window, line = catch_signals(), 0, [], ""
     metrics = {name: value for row in run.rows for name, value in row.items()}  # the latest of each
@@ -1142,13 +1144,13 @@ def main(args: Args) -> dict[str, float]:
             line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if metrics.get(k))
         run.status(line, step)
 
-        # 6 save; what is handed over comes last
-        if last or stop or switching or step % args.save_every == 0:
-            save(run.dir / "latest.pth")
+        # 6 save; what is handed over comes first: resumed after the switch, nothing would write it
         if switching and args.filtered_data_path:
             save_checkpoint(Path(args.filtered_data_path), offline_rb.state_dict())
         if switching and args.checkpoint_path:
             save(Path(args.checkpoint_path))
+        if last or stop or switching or step % args.save_every == 0:
+            save(run.dir / "latest.pth")
 
     if step < total:
         print(f"stopped and saved; --resume --run-dir {run.dir} goes on")

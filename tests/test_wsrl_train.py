@@ -174,6 +174,27 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
         assert_same_run(folder, tmp_path / "whole")
 
 
+def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
+    write = wsrl_warmup.save_checkpoint
+    for kill_at in (3, 4, 5):  # checkpoints after 7 and 14 updates, then kept rows, warm-up, checkpoint
+        calls, folder = [], tmp_path / str(kill_at)
+
+        def dying(path, state, calls=calls, kill_at=kill_at):
+            write(path, state)
+            calls.append(path.name)
+            if len(calls) == kill_at:
+                raise Killed
+
+        hand = dict(stage="offline", filtered_data_path=f"{folder}/new/kept.pth", save_every=7)
+        hand |= dict(checkpoint_path=f"{folder}/new/warm.pth")
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(wsrl_warmup, "save_checkpoint", dying)
+            run(folder / "run", data, **hand)
+        run(folder / "run", data, **hand, resume=True)
+        assert sorted(path.name for path in (folder / "new").iterdir()) == ["kept.pth", "warm.pth"]
+    assert calls == ["latest.pth", "latest.pth", "kept.pth", "warm.pth", "latest.pth"]
+
+
 def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
     run(tmp_path / "whole", data, online_steps=60)
     flags = TINY | dict(online_steps=60, save_every=10, run_dir=tmp_path / "killed", data_dir=data)
