@@ -757,11 +757,12 @@ class WarmupAgent(SAC):
 
     K = 4  # actions of the conservative term from each of: uniform, policy at s, policy at s'
 
-    def __init__(self, args, action_dim: int, mean, std, device="cpu"):
-        """mean and std of the observations: (D,)"""
+    def __init__(self, args, action_scale, mean, std, device="cpu"):
+        """Half range of the environment's actions (A,); mean and std of its observations (D,)"""
         torch.manual_seed(args.seed)
-        super().__init__(Normalizer(mean, std), action_dim, -0.5 * action_dim, device, args)
-        self.dims = (action_dim, len(mean))
+        dim = len(action_scale)
+        super().__init__(Normalizer(mean, std), dim, -0.5 * dim, device, args)
+        self.action_scale = np.asarray(action_scale)
         self.enter(0)
 
     def enter(self, env_steps: int):
@@ -776,16 +777,16 @@ class WarmupAgent(SAC):
         self.q_size = q_values.detach().abs().mean()  # the unit of what is cloned online
         if not self.cql_alpha:
             return {}
-        # warm-up: conservative
-        size, k, dim = len(features), self.K, self.dims[0]
+        # warm-up: conservative; densities are those of actions in the environment's units
+        size, k, unit = len(features), self.K, float(np.log(self.action_scale).sum())
         with torch.no_grad():
-            actions = [torch.rand(size, k, dim).to(self.device) * 2 - 1]
-            logs = [torch.full((size, k), -dim * math.log(2)).to(self.device)]  # uniform in [-1,1]
+            actions = [torch.rand(size, k, len(self.action_scale)).to(self.device) * 2 - 1]
+            logs = [torch.full((size, k), -float(np.log(2 * self.action_scale).sum())).to(self.device)]
             for at in (features, next_features):  # both judged at s
                 mean, std = (x[:, None].expand(-1, k, -1) for x in self.policy(at))
                 sampled, logprobs = tanh_normal(mean, std, self.noise(mean))
                 actions.append(sampled)
-                logs.append(logprobs)
+                logs.append(logprobs - unit)
         actions, logs = torch.cat(actions, 1), torch.cat(logs, 1)  # (N,M,A), (N,M)
         repeated = features[:, None].expand(-1, 3 * k, -1).flatten(0, 1)
         all_q = self.critic.qf(repeated, actions.flatten(0, 1)).unflatten(1, (size, -1))  # (E,N,M)
@@ -826,14 +827,15 @@ class WarmupAgent(SAC):
         return np.tanh(mean + std * noise)
 
     def checkpoint(self) -> dict:
-        return dict(agent=copy.deepcopy(self.state_dict()), args={**vars(self.args)}, dims=self.dims)
+        spaces = dict(action_scale=self.action_scale.tolist(), obs_dim=self.critic.encoder.dim)
+        return dict(agent=copy.deepcopy(self.state_dict()), args={**vars(self.args)}) | spaces
 
     @classmethod
     def load(cls, path, device="cpu"):
         """The agent of a final_model.pth; its options come from there, too."""
-        saved = load_checkpoint(path, "dims")
-        args, (action_dim, obs_dim) = SimpleNamespace(**saved["args"]), saved["dims"]
-        agent = cls(args, action_dim, np.zeros(obs_dim), np.ones(obs_dim), device)
+        saved = load_checkpoint(path, "obs_dim")
+        args, unknown = SimpleNamespace(**saved["args"]), np.ones(saved["obs_dim"])
+        agent = cls(args, saved["action_scale"], unknown, unknown, device)
         agent.load_state_dict(saved["agent"])
         return agent
 
@@ -1039,7 +1041,7 @@ def main(args: Args) -> dict[str, float]:
     heldout_rb = PrioritizedReplayBuffer(held.sum(), dtype, alpha, rows[held])
     online_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha)
     mean, std = statistics(env.observation_space, rows["obs"])
-    agent = WarmupAgent(args, len(env.scale), mean, std, device)
+    agent = WarmupAgent(args, env.scale, mean, std, device)
     collector = Collector(args, env)
     del rows
     early = dict(best_error=math.inf, stale=0, best=None)  # checks since the best error, its weights

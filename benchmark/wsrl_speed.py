@@ -49,7 +49,7 @@ def update(preset):
     rows = np.zeros(10_000, dtype(17, 6))
     rows["obs"], rows["weights"], rows["masks"] = np.random.default_rng(0).normal(size=(10_000, 17)), 1, 1
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
-    agent = WarmupAgent(args, 6, np.zeros(17), np.ones(17))
+    agent = WarmupAgent(args, np.ones(6), np.zeros(17), np.ones(17))
     rb = PrioritizedReplayBuffer(10_000, rows.dtype, alpha, rows)
 
     def work(rng):

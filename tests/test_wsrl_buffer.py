@@ -98,7 +98,7 @@ def test_retention_keeps_the_best():
 
 
 def test_retention_by_td_error_and_its_priorities():
-    agent = WarmupAgent(Args(hidden_size=16), A, np.zeros(D), np.ones(D))
+    agent = WarmupAgent(Args(hidden_size=16), [1.0] * A, np.zeros(D), np.ones(D))
     rb = buffer(5, obs=np.arange(5), rewards=[0.0, 9.0, 0.1, -8.0, 0.2])  # masks 0: td = Q - r
     kept = filter_offline_data(rb, 0.4, "td_error", agent)
     assert kept.rows["obs"][:, 0].tolist() == [1, 3]  # the size of the error, not its sign

@@ -26,9 +26,9 @@ from wsrl_warmup import (
 N, D, A = 12, 4, 2
 
 
-def make_agent(**options):
+def make_agent(scale=1.0, **options):
     args = Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options)
-    return WarmupAgent(args, A, np.zeros(D), np.ones(D))
+    return WarmupAgent(args, [scale] * A, np.zeros(D), np.ones(D))
 
 
 def make_batch(seed=0):
@@ -95,7 +95,7 @@ def test_cql_and_calql():
 
 
 def slow_cql(agent, batch, returns=None):
-    """The gap row by row and critic by critic, with torch's own distributions."""
+    """The gap row by row and critic by critic, with torch's own distributions; scale 2: actions are within +-2."""
     torch.manual_seed(5)
     actions, logs = [torch.rand(N, agent.K, A) * 2 - 1], []
     for obs in (batch["obs"], batch["next_obs"]):
@@ -103,9 +103,10 @@ def slow_cql(agent, batch, returns=None):
         sampled = (mean[:, None] + std[:, None] * torch.randn(N, agent.K, A)).tanh()
         actions.append(sampled)
         normal = torch.distributions.Normal(mean[:, None].double(), std[:, None].double())
-        squashed = torch.distributions.TransformedDistribution(normal, [torch.distributions.TanhTransform()])
-        logs.append(squashed.log_prob(sampled.double()).sum(-1))
-    uniform, total = -1.386294, 0.0  # of two dims of +-1
+        bounds = [torch.distributions.TanhTransform(), torch.distributions.AffineTransform(0.0, 2.0)]
+        squashed = torch.distributions.TransformedDistribution(normal, bounds)
+        logs.append(squashed.log_prob(2 * sampled.double()).sum(-1))
+    uniform, total = 2 * -1.386294, 0.0  # of two dims of +-2
     data = agent.critic.qf(batch["obs"], batch["actions"])
     for n in range(N):
         for e in range(len(data)):
@@ -121,7 +122,7 @@ def slow_cql(agent, batch, returns=None):
 
 @pytest.mark.parametrize("objective", ["cql", "calql"])
 def test_cql_loss_against_a_slow_one(objective):
-    agent, batch = make_agent(num_critics=3, offline_objective=objective), make_batch()
+    agent, batch = make_agent(scale=2.0, num_critics=3, offline_objective=objective), make_batch()
     batch["returns"] = torch.linspace(-0.5, 0.5, N)
     with torch.no_grad():
         expected = slow_cql(agent, batch, batch["returns"] if objective == "calql" else None)
@@ -211,7 +212,7 @@ def test_nan_never_reaches_the_weights():
 
 
 def test_load_gives_the_same_agent(tmp_path):
-    agent = WarmupAgent(Args(hidden_size=16, dropout=0.1), A, np.full(D, 0.5), np.ones(D))
+    agent = WarmupAgent(Args(hidden_size=16, dropout=0.1), [1.0] * A, np.full(D, 0.5), np.ones(D))
     for i in range(3):
         agent.update(make_batch(i))
     torch.save(agent.checkpoint(), tmp_path / "final_model.pth")
