@@ -6,9 +6,9 @@
 """wsrl_warmup.py - SAC warmed up on offline data, fine-tuned online.
 
 WSRL (arXiv:2412.07762): pre-train offline, act with the frozen policy for a while, then learn
-online without the data. The design this script started from calls itself WSRL-style and does
-something else: weighted losses, prioritized replay, the best data kept, an offline share that
-decays. --preset takes either, RLPD (arXiv:2302.02948), cloning or SAC from scratch.
+online without the data. The design this script started from does something else: weighted losses,
+prioritized replay, the best data kept, an offline share that decays. --preset takes either, RLPD
+(arXiv:2302.02948), cloning or SAC from scratch.
     offline: sources -> weighted SAC, CQL, Cal-QL or BC | keep the best | online: act, mix, update
 Adds to the SAC core, which is word for word that of sac_hybrid.py (markers in the code):
     warm-up: weights       - of source, quality, success and importance, in both losses
@@ -225,8 +225,7 @@ EXPERTS = {
 
 def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]:
     """Whole episodes: demos are a little noisy, half of the suboptimal actions are random."""
-    noise, chance = dict(demos=(0.1, 0.0), suboptimal=(0.5, 0.5), random=(0.0, 1.0))[name]
-    rows = []
+    (noise, chance), rows = dict(demos=(0.1, 0), suboptimal=(0.5, 0.5), random=(0, 1))[name], []
 
     def act(obs):
         action = rng.uniform(-1, 1, len(env.scale))
@@ -383,10 +382,9 @@ def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: 
 
 def row_dtype(env) -> np.dtype:
     """Of a replay buffer: actions in [-1,1], rewards scaled, what is known of a row's episode"""
-    scalars = ("rewards", "masks", "weights", "quality", "returns")
-    arrays = [("obs", "f4", env.observation_space.shape), ("next_obs", "f4", env.observation_space.shape)]
-    arrays += [("actions", "f4", env.action_space.shape)]
-    return np.dtype(arrays + [(name, "f4") for name in scalars])
+    obs, action = env.observation_space.shape, env.action_space.shape
+    arrays, scalars = dict(obs=obs, next_obs=obs, actions=action), "rewards masks weights quality returns"
+    return np.dtype([(name, "f4", arrays.get(name, ())) for name in [*arrays, *scalars.split()]])
 
 
 def load_offline_data(args: Args, specs, env):
