@@ -217,12 +217,6 @@ def swing_up(obs):
     return np.array([np.clip(torque / 2, -1, 1)])
 
 
-EXPERTS = {
-    "Pendulum-v1": swing_up,
-    "MountainCarContinuous-v0": lambda obs: np.array([1.0 if obs[1] >= 0 else -1.0]),  # as it rolls
-}
-
-
 def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]:
     """Whole episodes: demos are a little noisy, half of the suboptimal actions are random."""
     (noise, chance), rows = dict(demos=(0.1, 0), suboptimal=(0.5, 0.5), random=(0, 1))[name], []
@@ -241,7 +235,9 @@ def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]
 
 def make_sources(args: Args, names, folder: Path) -> list[str]:
     """An .npz of each name, by a script or a SAC run of its own; what is there is kept."""
-    script = EXPERTS.get(args.env_id)
+    scripts = {"Pendulum-v1": swing_up}
+    scripts["MountainCarContinuous-v0"] = lambda obs: np.where(obs[1:] >= 0, 1.0, -1.0)  # as it rolls
+    script = scripts.get(args.env_id)
     experts = dict(demos=script, suboptimal=script, random=None)
     missing = [name for name in names if not (folder / f"{name}.npz").exists()]
     if script is None and {*missing} - {"random"}:
@@ -548,7 +544,7 @@ def tensors(rows: np.ndarray, device) -> dict[str, torch.Tensor]:
 
 
 def sample_mixed(args, buffers, split, beta: float, rng, device):
-    """Rows of both, shuffled, with their weights.  -> batch, a function that takes back TD errors"""
+    """Rows of both, shuffled, with their weights.  -> batch; buffer, row numbers, places of each part"""
     draws = [(rb, *rb.sample(n, beta, rng)) for rb, n in zip(buffers, split, strict=True) if n]
     order = rng.permutation(sum(split))
     batch = tensors(np.concatenate([rb.rows[inds] for rb, inds, _ in draws])[order], device)
@@ -558,15 +554,8 @@ def sample_mixed(args, buffers, split, beta: float, rng, device):
     own, none = batch["weights"], torch.ones_like(batch["weights"])
     batch["weights"] = batch_weights(is_weights, none if args.weighted_loss == "none" else own)
     batch["actor_weights"] = batch_weights(own if args.weighted_loss == "both" else none)
-
-    def take_back(td_errors):
-        td_errors = td_errors[np.argsort(order)]
-        for rb, inds, _ in draws:
-            if rb.alpha:
-                rb.update_priorities(inds, td_errors[: len(inds)])
-            td_errors = td_errors[len(inds) :]
-
-    return batch, take_back
+    places = np.split(np.argsort(order), [len(draws[0][1])])
+    return batch, [(rb, inds, place) for (rb, inds, _), place in zip(draws, places, strict=False)]
 
 
 # --- math ---
@@ -1086,15 +1075,16 @@ def main(args: Args) -> dict[str, float]:
             rng = np.random.default_rng([args.seed, 5, step, i])
             beta = priority_beta_schedule(step / (args.offline_steps + online_steps), args.priority_beta)
             split = split_rows(args.batch_size, ratio, len(offline_rb) if ratio else 0, len(online_rb))
-            batch, take_back = sample_mixed(args, (offline_rb, online_rb), split, beta, rng, device)
+            batch, draws = sample_mixed(args, (offline_rb, online_rb), split, beta, rng, device)
             if args.obs_noise and not env_steps:
                 for name in ("obs", "next_obs"):
                     noise = torch.from_numpy(rng.standard_normal(batch[name].shape, np.float32))
                     batch[name] += args.obs_noise * agent.critic.encoder.std * noise.to(device)
             stats = agent.update(batch, full=i == num_updates - 1)
-            if stats:
-                take_back(stats.pop("td_errors").cpu().numpy())
-            window.append(stats | dict(offline_frac=torch.tensor(split[0] / args.batch_size)))
+            errors = stats.pop("td_errors").cpu().numpy() if stats else None
+            for rb, inds, place in draws if stats else ():
+                rb.update_priorities(inds, errors[place])
+            window.append(stats | {"buffer/offline_frac": torch.tensor(split[0] / args.batch_size)})
 
         # 3 go online
         if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
@@ -1112,7 +1102,7 @@ def main(args: Args) -> dict[str, float]:
         if switching:
             if early["best"]:
                 agent.load_state_dict(early["best"])
-            early["best"] = batch = take_back = None  # they hold the old arrays
+            early["best"] = batch = draws = rb = None  # they hold the old arrays
             parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
 
         # 4 evaluate
@@ -1126,9 +1116,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 5 log
         if row or last or step % args.log_interval == 0:
-            row |= {f"losses/{name}": mean for name, mean in means(window).items()}
-            if window:
-                row["buffer/offline_frac"] = row.pop("losses/offline_frac")
+            row |= {k if "/" in k else f"losses/{k}": mean for k, mean in means(window).items()}
             row |= {"global_step": step, "charts/env_steps": env_steps, "charts/updates": agent.updates}
             row |= {"buffer/online_size": len(online_rb), "buffer/offline_size": len(offline_rb)}
             row["buffer/offline_bytes"] = offline_rb.rows.nbytes

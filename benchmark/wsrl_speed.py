@@ -53,8 +53,8 @@ def update(preset):
     rb = PrioritizedReplayBuffer(10_000, rows.dtype, alpha, rows)
 
     def work(rng):
-        batch, take_back = sample_mixed(args, (rb, None), (256, 0), 0.4, rng, "cpu")
-        take_back(agent.update(batch)["td_errors"].numpy())
+        batch, ((_, inds, place),) = sample_mixed(args, (rb, None), (256, 0), 0.4, rng, "cpu")
+        rb.update_priorities(inds, agent.update(batch)["td_errors"].numpy()[place])
 
     return work
 

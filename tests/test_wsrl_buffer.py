@@ -110,10 +110,11 @@ def test_mixed_batch_is_shuffled_and_errors_find_their_rows():
     offline = buffer(50, 1.0, obs=1.0, rewards=np.arange(50))
     online = buffer(50, 1.0, obs=2.0, rewards=100 + np.arange(50))
     rng = np.random.default_rng(0)
-    batch, take_back = sample_mixed(Args(), (offline, online), (20, 12), 0.4, rng, "cpu")
+    batch, draws = sample_mixed(Args(), (offline, online), (20, 12), 0.4, rng, "cpu")
     source = batch["obs"][:, 0]
     assert (source == 1).sum() == 20 and (source == 2).sum() == 12 and not (source[:20] == 1).all()
-    take_back(batch["rewards"].numpy())  # an error that tells the row
+    for rb, inds, place in draws:
+        rb.update_priorities(inds, batch["rewards"].numpy()[place])  # an error that tells the row
     for rb, mark, first in ((offline, 1, 0), (online, 2, 100)):
         seen = np.unique(batch["rewards"][source == mark].numpy()).astype(int)
         assert rb.priorities[seen - first] == pytest.approx(seen + 1e-6)
