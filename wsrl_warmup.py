@@ -527,7 +527,8 @@ def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality
     if retention_ratio == 1 or not len(buffer):
         return buffer
     top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1 at least, unless 0
-    return buffer.select_top_k(compute_priorities(buffer, by, agent), top_k)
+    priorities = compute_priorities(buffer, by, agent) if top_k else buffer.priorities
+    return buffer.select_top_k(priorities, top_k)
 
 
 def split_rows(batch_size: int, ratio: float, num_offline: int, num_online: int) -> tuple[int, int]:
