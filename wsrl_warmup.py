@@ -219,7 +219,8 @@ def swing_up(obs):
 
 def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]:
     """Whole episodes: demos are a little noisy, half of the suboptimal actions are random."""
-    (noise, chance), rows = dict(demos=(0.1, 0), suboptimal=(0.5, 0.5), random=(0, 1))[name], []
+    noise, chance = dict(demos=(0.1, 0.0), suboptimal=(0.5, 0.5), random=(0.0, 1.0))[name]
+    rows = []
 
     def act(obs):
         action = rng.uniform(-1, 1, len(env.scale))
@@ -338,12 +339,10 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
     else:
         raw = load_columns(path)
     try:
-        if "dones" in raw or "masks" in raw:  # sac_hybrid.py's: mask 0 is the end of the value
+        if "masks" in raw:  # sac_hybrid.py's: 0 is the end of the value, dones also that of an episode
             raw = {k.removesuffix("/state").replace("observations", "obs"): x for k, x in raw.items()}
-            given = dict(dones=np.zeros(len(raw["rewards"]))) | raw
-            dones = check_column(given, "dones") != 0
-            masks = check_column(dict(masks=1 - dones) | given, "masks")
-            raw = dict(terminations=1 - masks, truncations=dones * (masks > 0)) | raw
+            masks, dones = check_column(raw, "masks"), check_column(raw, "dones") != 0
+            raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
         shapes = zip(COLUMNS, ((obs_dim,), (action_dim,), (), (obs_dim,), (), ()), strict=True)
         return {name: check_column(raw, name, shape) for name, shape in shapes}
     except (KeyError, ValueError) as error:
