@@ -18,7 +18,7 @@ Adds to the SAC core, which is word for word that of wsrl_warmup.py (markers in 
 Simplified on purpose: no pre-trained image backbone, no reward classifier, one arm per actor.
 Shapes: N rows, A action dims, C of them continuous, E critics, F features; images (N,H,W,3) uint8.
 
-    python sac_hybrid.py                       # pick up the bar, CPU, a few minutes
+    python sac_hybrid.py                       # pick up the bar, CPU, about two minutes
     python sac_hybrid.py --algorithm bc        # the same human, imitation only: HG-DAgger
     python sac_hybrid.py --human expert --setup-mode dual-arm-learned-gripper  # 12 + 2 action dims
     python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image
@@ -927,7 +927,8 @@ class Link:
         self.weights = nn.utils.parameters_to_vector(agent.acting()).detach().cpu()
 
     def grant(self, thread):
-        for step in islice(self.steps, 1):  # with the weights that are the newest when it comes to it
+        if (step := next(self.steps, None)) is not None:
+            # the weights are those that are the newest when it comes to it
             turn = thread.submit(lambda: self.actors[thread](step, self.weights))
             self.pending[turn] = thread
 
@@ -1174,7 +1175,7 @@ def main(args: Args) -> dict[str, float]:
         link.grant(thread)
     try:
         while step < args.max_steps and not stop:
-            # 1 collect: the actors do, see Robot.run; the human's steps go into both buffers
+            # 1 collect: the actors do, see Robot.take_turn; the human's steps go into both buffers
             started = time.time()
             thread, record = link.receive()
             if record is None:
