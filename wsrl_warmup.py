@@ -339,9 +339,10 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
     else:
         raw = load_columns(path)
     try:
-        if "masks" in raw:  # sac_hybrid.py's: 0 is the end of the value, dones also that of an episode
+        if "dones" in raw:  # sac_hybrid.py's: a mask of 0 ends the value, too
             raw = {k.removesuffix("/state").replace("observations", "obs"): x for k, x in raw.items()}
-            masks, dones = check_column(raw, "masks"), check_column(raw, "dones") != 0
+            dones = check_column(raw, "dones") != 0
+            masks = check_column(dict(masks=1 - dones) | raw, "masks")
             raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
         shapes = zip(COLUMNS, ((obs_dim,), (action_dim,), (), (obs_dim,), (), ()), strict=True)
         return {name: check_column(raw, name, shape) for name, shape in shapes}

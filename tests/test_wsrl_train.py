@@ -1,12 +1,8 @@
-"""wsrl_warmup.py: whole runs, two stages as two commands, resume after a kill, what off means, bad input, the page."""
+"""wsrl_warmup.py: whole runs, two stages as two commands, resume after a kill, what off means, bad input."""
 
-import csv
 import gc
-import importlib.util
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -460,34 +456,3 @@ def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
     args = Args(**TINY | dict(env_id="ShortPendulum-v1", data_size=22))
     wsrl_warmup.make_sources(args, ("demos", "suboptimal"), tmp_path)
     assert all(len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 22 for name in ("demos", "suboptimal"))
-
-
-PAGE = ROOT / "docs" / "wsrl_warmup.md"
-
-
-def test_commands_of_the_page_and_the_docstring_parse():
-    text = PAGE.read_text() + wsrl_warmup.__doc__
-    commands = re.findall(r"^ *python wsrl_warmup\.py([^#\n]*)", text, re.M)
-    assert len(commands) > 8
-    for flags in commands:
-        tyro.cli(Args, args=shlex.split(flags))
-
-
-def test_logged_keys_are_in_the_pages_table_and_back(tmp_path, data):
-    own = dict(offline_objective="calql", online_bc_weight=1.0, online_steps=230, early_stop_patience=30, eval_every=5)
-    run(tmp_path / "run", data, **own)
-    logged = set().union(*(json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
-    table = re.split(r"\n## ", PAGE.read_text().split("## What it logs")[1])[0]
-    keys = {key for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for key in re.findall(r"`([^`]+)`", cell)}
-    assert logged == keys
-
-
-def test_tables_of_the_page_are_the_raw_data():
-    spec = importlib.util.spec_from_file_location("wsrl_study", ROOT / "benchmark" / "wsrl_study.py")
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    assert list(csv.reader(open(study.PATH)))[0] == study.COLUMNS
-    tables = [study.table(task) for task in study.TASKS]
-    for table in (*tables, study.table("no demos", study.PARTS), study.tuning_table(), study.switch_table()):
-        missing = [line for line in table.splitlines() if line not in PAGE.read_text()]
-        assert 5 < len(table.splitlines()) <= 20 and not missing, missing
