@@ -70,6 +70,7 @@ PRESETS = {
 
 # --- args ---
 SOURCES = ("demos", "suboptimal", "random")
+Steps = Annotated[int | None, arg(aliases=["--warmup-steps"])]  # the design document's name
 Files = Annotated[UseAppendAction[tuple[str, ...]], arg(aliases=["--offline-data-path"])]
 
 
@@ -111,8 +112,8 @@ class Args:
     dropout: float = 0.0  # share of hidden units of the actor dropped in its update
 
     # rollout
-    offline_steps: Annotated[int | None, arg(aliases=["--warmup-steps"])] = None  # updates
-    warmup_rollout_steps: int | None = None  # environment steps by the frozen policy (preset)
+    offline_steps: Steps = None  # updates before the first environment step (preset; a robot: 50000)
+    warmup_rollout_steps: int | None = None  # steps by the frozen policy, the paper's warm-up (preset)
     online_steps: int = 2_000  # environment steps after those
     learning_starts: int | None = None  # of them at random, without an update (preset)
 
