@@ -65,7 +65,7 @@ DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, 
     encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
     eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
 )  # fmt: skip
-WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000)
+WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000, batch_size=64)
 TWO_ARMS = WITH_EXPERT | dict(max_steps=4_000, num_demos=200, intervention_steps=3_000)
 MODES = {  # action dims of the built-in environment, and what is best there with --human expert
     "single-arm-fixed-gripper": (6, WITH_EXPERT | dict(max_steps=2_000)),
@@ -128,7 +128,7 @@ class Args:
     max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
 
     # optimization
-    batch_size: int | None = None  # rows of an update (built-in 32, else 256)
+    batch_size: int | None = None  # rows of an update (built-in 32, expert 64, else 256)
     lr: float | None = None  # Adam, for actor, critics and temperature (built-in 1e-3, else 3e-4)
     augment_pad: int | None = None  # random shift of images, in pixels (built-in 0, else 4)
 
