@@ -8,7 +8,7 @@
 
 Rows of wsrl_study.csv are evaluations: the mean action on 10 fixed episodes, `env_steps` after the warm-up
 (0: the offline policy). All arms of a task have the same networks, batches, two critics, one update per environment
-step, and each the rate that was best for it in wsrl_tuning.csv. Reacher needs mujoco.
+step; without demos each has the rate that was best for it in wsrl_tuning.csv, which also holds runs at other rates.
 """
 
 import argparse
@@ -27,16 +27,12 @@ sys.path.insert(0, str(HERE.parent))
 PATH, TUNING, SWITCH = (HERE / f"wsrl_{name}.csv" for name in ("study", "tuning", "switch"))
 COLUMNS = ["task", "arm", "seed", "env_steps", "return", "data_return", "kept_bytes", "cpu_seconds", "lr"]
 SEEDS, TUNING_SEEDS, GRID = (1, 2, 3, 4, 5), (101,), (3e-4, 1e-3, 3e-3)
-COMMON = dict(device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250)
+COMMON = dict(env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250)
 TASKS = {
     "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
     "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
-    "Reacher": dict(env_id="Reacher-v5", reward_scale=1.0, sources=("suboptimal", "random")),
 }
-MADE = {"Reacher": 10_000}  # steps of SAC that play the data, once, with seed 101
-TITLES = {"no demos": "Pendulum-v1, no demos", "one demo": "Pendulum-v1, one demo", "Reacher": "Reacher-v5, no demos"}
-# the expert's level, at two evaluations in a row; the swing-up script has -110
-EXPERT = {"no demos": -130.0, "one demo": -130.0, "Reacher": -7.0}
+EXPERT = -130.0  # the swing-up script has -110 on these episodes; two evaluations in a row must reach this
 SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
 PLAIN = dict(use_prioritized_replay=False, weighted_loss="none", retention_ratio=1.0, initial_offline_ratio=0.5)
 ARMS = {
@@ -64,11 +60,6 @@ def run(task, arm, seed, lr):
 
     folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_")
     options = COMMON | TASKS[task] | dict(seed=seed, data_dir=str(folder / str(seed)), lr=lr)
-    if task in MADE:
-        options["data_dir"] = str(folder)
-        made = options | dict(seed=101, online_steps=MADE[task], lr=1e-3, make_data=True)
-        if not (folder / "random.npz").exists():
-            wsrl_warmup.main(wsrl_warmup.Args(**made))
     start = time.process_time()  # CPU seconds of this process: other load on the machine must not count
     with tempfile.TemporaryDirectory() as target, contextlib.redirect_stdout(io.StringIO()) as out:
         options |= (ARMS | PARTS)[arm] | dict(run_dir=f"{target}/run")
@@ -92,9 +83,7 @@ def read(path=PATH):
     """{(task, arm, seed, rate): {env_steps: return}}"""
     curves = {}
     for row in csv.DictReader(open(path)) if path.exists() else ():
-        # from scratch no data are read: one run for both tasks of Pendulum
-        shared = row["arm"] == "scratch" and row["task"] == "no demos"
-        for task in ("no demos", "one demo") if shared else [row["task"]]:
+        for task in TASKS if row["arm"] == "scratch" else [row["task"]]:  # it reads no data: one run for both
             key = task, row["arm"], int(row["seed"]), float(row["lr"])
             curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
     return curves
@@ -127,40 +116,39 @@ def of(task, arm):
     return [curve for key, curve in read().items() if key[:2] == (task, arm) and key[3] == own]
 
 
-def reach(curve, level):
+def reach(curve):
     """Environment steps until the frozen policy has the expert's level, and has it at the next evaluation, too."""
     steps = sorted(curve)
-    good = [curve[step] >= level for step in steps]
+    good = [curve[step] >= EXPERT for step in steps]
     return next((steps[i] for i in range(len(steps) - 1) if good[i] and good[i + 1]), float("inf"))
 
 
 def table(task, arms=ARMS):
     """Markdown: return at 0, 500, 2000 steps, over all from 500 on: mean (worst seed); loss; steps to the expert"""
     head = "arm | rate | return at 0 | at 500 | at 2000 steps | 500 to 2000 | most lost below the start"
-    lines, digits = [f"| {head} | steps to the expert's level |", "|---" * 8 + "|"], 1 if task == "Reacher" else 0
+    lines = [f"| {head} | steps to the expert's level |", "|---" * 8 + "|"]
     for arm in arms:
         if mine := of(task, arm):
             points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
             points.append([statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine])
-            cells = [f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f})" for values in points]
+            cells = [f"{statistics.mean(values):.0f} ({min(values):.0f})" for values in points]
             lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
-            reached = sorted(reach(curve, EXPERT[task]) for curve in mine)
+            reached = sorted(map(reach, mine))
             median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
             steps = f"{median:.0f}" if median < float("inf") else "> 2000"
-            cells += [f"{lost:.{digits}f}", f"{steps}, {done} of {len(mine)} seeds"]
+            cells += [f"{lost:.0f}", f"{steps}, {done} of {len(mine)} seeds"]
             row = f"| {arm} | {rate(task, arm):g} | {' | '.join(cells)} |"
             lines.append(row.replace("| -", "| −").replace("(-", "(−"))
     return "\n".join(lines)
 
 
 def tuning_table():
-    """Markdown: what the tuning seeds gave at each rate"""
-    lines = ["| task | arm | " + " | ".join(f"{lr:g}" for lr in GRID) + " |", "|---" * (2 + len(GRID)) + "|"]
-    for task in TASKS:
-        for arm in ARMS:
-            if scores := tuned(task, arm):
-                cells = [f"**{x:.0f}**" if lr == rate(task, arm) else f"{x:.0f}" for lr, x in scores.items()]
-                lines.append(f"| {task} | {arm} | {' | '.join(cells)} |".replace("-", "−"))
+    """Markdown: what the tuning seed gave at each rate, without demos"""
+    lines = ["| arm, at the rate | " + " | ".join(f"{lr:g}" for lr in GRID) + " |", "|---" * (1 + len(GRID)) + "|"]
+    for arm in ARMS:
+        scores, best = tuned("no demos", arm), rate("no demos", arm)
+        cells = [f"**{x:.0f}**" if lr == best else f"{x:.0f}" for lr, x in scores.items()]
+        lines.append(f"| {arm} | {' | '.join(cells)} |".replace("-", "−"))
     return "\n".join(lines)
 
 
@@ -186,8 +174,8 @@ def switch(arm, seed):
         return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
 
     data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
-    options = dict(env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random"))
-    options |= COMMON | dict(batch_size=128, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
+    options = COMMON | dict(env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random"))
+    options |= dict(batch_size=128, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
     wsrl_warmup.evaluate_policy = evaluate
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -221,28 +209,27 @@ def switch_table():
 def plot(path):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 8.4), layout="constrained")
-    axes = figure.subplots(2, 2).flat
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
+    axes = figure.subplots(1, 3)
     for axis, task in zip(axes, TASKS, strict=False):
         for i, arm in enumerate(ARMS):
             if mine := of(task, arm):
                 means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
                 width = 2.8 if arm == "design" else 1.3
                 axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
-        axis.axhline(EXPERT[task], color="gray", linewidth=0.8, linestyle="--", label="expert's level")
-        if "Pendulum" in TITLES[task]:
-            axis.set_yscale("symlog", linthresh=100)
-            axis.set_ylim(-1700, -100)
-            axis.set_yticks(ticks := [-1500, -1000, -500, -300, -200, -150, -120], [str(tick) for tick in ticks])
-        axis.set(title=TITLES[task], xlabel="online environment steps after the warm-up")
+        axis.axhline(EXPERT, color="gray", linewidth=0.8, linestyle="--", label="expert's level")
+        axis.set_yscale("symlog", linthresh=100)
+        axis.set_ylim(-1700, -100)
+        axis.set_yticks(ticks := [-1500, -1000, -500, -300, -200, -150, -120], [str(tick) for tick in ticks])
+        axis.set(title=f"Pendulum-v1, {task}", xlabel="online environment steps after the warm-up")
         axis.set_ylabel("return of the frozen policy, mean of the seeds")
         axis.legend(fontsize=7)
     for arm, color in zip(SWITCH_ARMS, ("C3", "C4"), strict=True):
         for name, style, what in (("return", ".-", "policy"), ("critic_return", ".:", "critic's best action")):
-            axes[3].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
-    axes[3].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
-    axes[3].set_xlabel("online environment steps after the warm-up")
-    axes[3].legend(fontsize=7)
+            axes[2].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
+    axes[2].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
+    axes[2].set_xlabel("online environment steps after the warm-up")
+    axes[2].legend(fontsize=7)
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=90)
@@ -258,7 +245,8 @@ if __name__ == "__main__":
     parser.add_argument("--table", action="store_true", help="no training")
     options = parser.parse_args()
     pairs = [(task, arm) for task in TASKS for arm in options.arms if options.task in (None, task)]
-    pairs = [(t, a) for t, a in pairs if t == "no demos" or not (a in PARTS or (t == "one demo" and a == "scratch"))]
+    # the parts are a question of one task, and so is --tune; wsrl was not measured with one demo
+    pairs = [(t, a) for t, a in pairs if t == "no demos" or a not in (*PARTS, "scratch", "wsrl")]
     if options.table:
         jobs, path = [], PATH
     elif options.switch:
@@ -267,7 +255,7 @@ if __name__ == "__main__":
             append(SWITCH, SWITCH_COLUMNS, switch(arm, seed))
         jobs, path = [], PATH
     elif options.tune:
-        pairs = [(task, arm) for task, arm in pairs if arm not in PARTS]
+        pairs = [(task, arm) for task, arm in pairs if task == "no demos" and arm not in PARTS]
         jobs, path = [(*pair, seed, lr) for seed in TUNING_SEEDS for pair in pairs for lr in GRID], TUNING
     else:
         jobs, path = [(*pair, seed, rate(*pair)) for seed in options.seeds for pair in pairs], PATH
@@ -277,6 +265,6 @@ if __name__ == "__main__":
         append(path, COLUMNS, rows)
         print(f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True)
     for task in TASKS:
-        print(f"\n{TITLES[task]}\n{table(task)}")
+        print(f"\nPendulum-v1, {task}\n{table(task)}")
     print(f"\nParts of the design\n{table('no demos', PARTS)}\n\nTuning\n{tuning_table()}\n\n{switch_table()}")
     plot(HERE.parent / "docs" / "wsrl_study.png")
