@@ -294,12 +294,11 @@ class BarWorld(gym.Env):
 def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
     """Transitions in the manual's format: the human's successful episodes, or failures at random."""
     env, demos, episode = BarWorld(args.setup_mode, args.human), [], 0
-    size = env.action_space.shape
     while len(demos) < num_demos:
         seed = np.random.SeedSequence([args.seed, 2, episode]).generate_state(1)[0]
         (obs, _), done, rows, episode = env.reset(seed=int(seed)), False, [], episode + 1
         while not done:
-            action = env.human() if success else env.np_random.uniform(-1, 1, size)
+            action = env.human() if success else env.np_random.uniform(-1, 1, env.action_space.shape)
             next_obs, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
             row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)

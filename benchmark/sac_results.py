@@ -1,8 +1,8 @@
 """What sac_hybrid.py makes of a clumsy human, and what imitation makes of him: success, and steps to success.
 
-Five seeds that nothing was tuned on, the frozen policy without human on 100 fresh episodes. Before that --tune, on other
-seeds, with as many runs for an imitator as for the method. A run that is in the CSV is not run again, so that the study
-can be stopped; curves are of the 50 episodes that choose the policy.
+Five seeds that nothing was tuned on, the frozen policy without human on 100 fresh episodes. Before that --tune, on
+other seeds, with as many runs for an imitator as for the method. A run that is in the CSV is not run again, so that
+the study can be stopped; curves are of the 50 episodes that choose the policy.
 
     python benchmark/sac_results.py                     # every arm, 31-35: about an hour and a half of one core
     python benchmark/sac_results.py --arms "HG-DAgger"  # this one
@@ -193,9 +193,10 @@ if __name__ == "__main__":
         plot()
     elif args.tune:
         known = {row["command"] for row in read(TUNING)}
-        for arm, flags in ((arm, f"--seed {flags}") for arm in GRID for flags in GRID[arm]):
-            if f"python sac_hybrid.py {flags}" not in known:
-                run(arm, flags, TUNING)
+        for arm, settings in GRID.items():
+            for flags in (f"--seed {setting}" for setting in settings):
+                if f"python sac_hybrid.py {flags}" not in known:
+                    run(arm, flags, TUNING)
     else:
         for arm in args.arms:
             for seed in args.seeds:

@@ -472,5 +472,6 @@ def test_the_pages_tables_and_its_sentence_are_the_raw_data():
     tables = [study.table(rows, arms) for arms in (study.ARMS, study.MODES)] + [study.grid(study.read(study.TUNING))]
     for table in tables:
         assert len(table.splitlines()) > 2 and table in page
-    pace = {arm: np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in study.ARMS}
-    assert f"{pace['demos + interventions']:.1f} steps where he takes {pace['human']:.1f}" in page
+    arms = ("demos + interventions", "human")
+    robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
+    assert f"{robot:.1f} steps where he takes {human:.1f}" in page
