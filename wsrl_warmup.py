@@ -6,9 +6,9 @@
 """wsrl_warmup.py - SAC warmed up on offline data, fine-tuned online.
 
 WSRL (arXiv:2412.07762): pre-train offline, act with the frozen policy for a while, then learn
-online without the data. The design this script started from calls itself WSRL-style and does
-something else: weighted losses, prioritized replay, the best data kept, an offline share that
-decays. --preset takes either, RLPD (arXiv:2302.02948), cloning or SAC from scratch.
+online without the data. The design this script started from does something else: weighted losses,
+prioritized replay, the best data kept, an offline share that decays. --preset takes either, RLPD
+(arXiv:2302.02948), cloning or SAC from scratch.
     offline: sources -> weighted SAC, CQL, Cal-QL or BC | keep the best | online: act, mix, update
 Adds to the SAC core, which is word for word that of sac_hybrid.py (markers in the code):
     warm-up: weights       - of source, quality, success and importance, in both losses
@@ -19,14 +19,13 @@ Simplified on purpose: one process, one environment, vector observations.
 Shapes: N rows, D observation dims, A action dims, E critics, M actions of the CQL term.
 
     python wsrl_warmup.py                     # Pendulum from poor data, no demos: a minute on a CPU
-    python wsrl_warmup.py --preset wsrl --env-id MountainCarContinuous-v0 --sources demos random
+    python wsrl_warmup.py --preset bc         # the same from a clone
     python wsrl_warmup.py --offline-data demos=a.npz:2.0 --offline-data demos=b.pkl
-    python wsrl_warmup.py --stage offline --checkpoint-path warm.pth --filtered-data-path kept.npz
-    python wsrl_warmup.py --checkpoint-path warm.pth --filtered-data-path kept.npz  # goes on
+    python wsrl_warmup.py --stage offline --checkpoint-path warm.pth --filtered-data-path kept.pth
+    python wsrl_warmup.py --checkpoint-path warm.pth --filtered-data-path kept.pth  # goes on
 """
 
 import copy
-import ctypes
 import io
 import json
 import math
@@ -39,8 +38,10 @@ import sys
 import tempfile
 import time
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import gymnasium as gym
@@ -52,38 +53,24 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from tyro.conf import UseAppendAction, arg
 
-# What an option left at None becomes: first by preset (None: by task), then by task, then any other.
-# The design's document keeps the best 20 % and drops the conservative term online: both can cost the
-# warm policy, so here half is kept and the term stays (--retention-ratio 0.2 --online-cql-alpha 0).
+# What a preset makes of an option that is left out. The design's document keeps the best 20 % of the
+# data, which can cost the warm policy: here it is half.
 OPTIONS = """offline_objective offline_steps warmup_rollout_steps learning_starts retention_ratio
     initial_offline_ratio offline_decay_rate min_offline_ratio num_critics utd_ratio
     use_prioritized_replay weighted_loss""".split()
 PRESETS = {
-    "design": (None, None, 0, 0, 0.5, 1.0, 0.999, 0.5, 2, 1, True, "both"),
-    "wsrl": ("calql", None, 5_000, 0, 0.0, 0.0, 1.0, 0.0, 10, 4, False, "none"),
-    "rlpd": ("sac", 0, 0, None, 1.0, 0.5, 1.0, 0.5, 10, 20, False, "none"),
-    "scratch": ("sac", 0, 0, None, 0.0, 0.0, 1.0, 0.0, 2, 1, False, "none"),
+    "design": ("sac", 1_500, 0, 0, 0.5, 1.0, 0.999, 0.5, 2, 1, True, "both"),
+    "wsrl": ("calql", 1_500, 5_000, 0, 0.0, 0.0, 1.0, 0.0, 10, 4, False, "none"),
+    "rlpd": ("sac", 0, 0, 200, 1.0, 0.5, 1.0, 0.5, 10, 20, False, "none"),
+    "scratch": ("sac", 0, 0, 200, 0.0, 0.0, 1.0, 0.0, 2, 1, False, "none"),
     # cloning, then half of each batch from the data: the baseline to beat (arXiv:2603.27400)
-    "bc": ("bc", None, 0, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
+    "bc": ("bc", 1_500, 0, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
 }
-SMALL = dict(offline_steps=1_500, online_steps=2_000, learning_starts=200, hidden_size=64, lr=1e-3,
-    batch_size=256, tau=0.01, buffer_size=50_000, eval_every=250)  # fmt: skip
-TASKS = {
-    "Pendulum-v1": SMALL | dict(reward_scale=0.1),
-    # a sparse reward: Cal-QL's bound by the return is there at once, plain SAC comes and goes
-    "MountainCarContinuous-v0": SMALL
-        | dict(reward_scale=0.1, offline_steps=5_000, batch_size=128, offline_objective="calql"),
-    "Reacher-v5": SMALL | dict(online_steps=10_000),
-}  # fmt: skip
-DEFAULTS = dict(
-    offline_steps=50_000, online_steps=100_000, learning_starts=5_000, hidden_size=256, lr=3e-4,
-    batch_size=256, tau=0.005, buffer_size=1_000_000, eval_every=5_000, reward_scale=1.0,
-    offline_objective="sac",
-)  # fmt: skip
 
 
 # --- args ---
-Source = Literal["demos", "suboptimal", "random"]
+SOURCES = ("demos", "suboptimal", "random")
+Steps = Annotated[int | None, arg(aliases=["--warmup-steps"])]  # the design document's name
 Files = Annotated[UseAppendAction[tuple[str, ...]], arg(aliases=["--offline-data-path"])]
 
 
@@ -97,7 +84,7 @@ class Args:
     exp_name: str | None = None  # in the place of {script} there
     resume: bool = False  # go on with run_dir, or start it if there is nothing yet
     save_every: int = 10_000  # steps, off- or online, between checkpoints; the last is saved anyway
-    eval_every: int | None = None  # steps between evaluations of the policy (250 or 5000; 0: none)
+    eval_every: int = 250  # steps between evaluations of the policy (0: at the switch and the end)
     eval_episodes: int = 10  # of each, the same ones each time
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
@@ -106,39 +93,39 @@ class Args:
     stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
-    filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # .npz of kept rows
+    filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # rows it kept
 
     # task
     env_id: str = "Pendulum-v1"  # Gymnasium id; observations are flattened, actions a bounded Box
     offline_data: Files = ()  # [name=]path[:weight] of .npz, .pkl or minari:ID (none: see sources)
-    sources: tuple[Source, ...] = ("suboptimal", "random")  # made here if there is no offline_data
+    sources: tuple[Literal[SOURCES], ...] = SOURCES[1:]  # made here if there is no offline_data
     make_data: bool = False  # only write the three sources to data_dir, then end
-    data_dir: str | None = None  # of sources made here; existing ones are used (None: in run_dir)
+    data_dir: str | None = None  # keeps the sources made here; existing ones are used
     data_size: int = 4_000  # transitions of each source made here, rounded up to whole episodes
     demo_weight: float = 2.0  # of the source named demos (suboptimal 1, random 0.5, others 1)
     success_weight_bonus: float = 1.5  # factor on the weight of rows of successful episodes
-    reward_scale: float | None = None  # in the learner only; goes with init_alpha and cql_alpha
+    reward_scale: float = 0.1  # in the learner only; goes with init_alpha and cql_alpha
 
     # model
-    hidden_size: int | None = None  # width of actor and critics (small tasks 64, else 256)
+    hidden_size: int = 64  # width of actor and critics; 256 for a robot
     layer_norm: bool = True  # LayerNorm in actor and critics
     dropout: float = 0.0  # share of hidden units of the actor dropped in its update
 
     # rollout
-    offline_steps: Annotated[int | None, arg(aliases=["--warmup-steps"])] = None  # warm-up updates
-    online_steps: int | None = None  # environment steps (frozen rollouts, then 2000 to 100000)
-    warmup_rollout_steps: int | None = None  # online steps by the frozen warm policy, no update
-    learning_starts: int | None = None  # online steps at random, no update (0, 200 or 5000)
+    offline_steps: Steps = None  # updates before the first environment step (preset; a robot: 50000)
+    warmup_rollout_steps: int | None = None  # steps by the frozen policy, the paper's warm-up (preset)
+    online_steps: int = 2_000  # environment steps after those
+    learning_starts: int | None = None  # of them at random, without an update (preset)
 
     # optimization
-    batch_size: int | None = None  # rows of an update (MountainCarContinuous 128, else 256)
-    lr: float | None = None  # Adam, for actor, critics and temperature (small 1e-3, else 3e-4)
+    batch_size: int = 256  # rows of an update
+    lr: float = 1e-3  # Adam, for actor, critics and temperature
     obs_noise: float = 0.0  # offline augmentation, in standard deviations of the observations
     early_stop_patience: int = 0  # checks without a better held-out error, 20 in a warm-up (0: off)
 
     # SAC
     gamma: float = 0.99  # discount per step
-    tau: float | None = None  # share of the new weights in the targets (small 0.01, else 0.005)
+    tau: float = 0.01  # share of the new weights in the targets
     utd_ratio: int | None = None  # updates per online step; the last includes the actor (preset)
     num_critics: int | None = None  # ensemble size (preset)
     num_sampled_critics: int = 2  # critics drawn for the minimum in the target
@@ -146,11 +133,11 @@ class Args:
     backup_entropy: bool = False  # entropy bonus in the critic's target
     offline_objective: Literal["sac", "cql", "calql", "bc"] | None = None  # of the warm-up (preset)
     cql_alpha: float = 1.0  # weight of the conservative term; 0 is sac
-    online_cql_alpha: float | None = None  # the same online, on offline rows (design: as offline)
+    online_cql_alpha: float = 0.0  # the same online, on offline rows
     online_bc_weight: float = 0.0  # of cloning offline rows online, in units of |Q|; fades
 
     # replay
-    buffer_size: int | None = None  # transitions in the online buffer (50000 or 1000000)
+    buffer_size: int = 50_000  # transitions in the online buffer
     initial_offline_ratio: float | None = None  # offline share of a batch at the switch (preset)
     offline_decay_rate: float | None = None  # on it and on cloning, per online step (preset)
     min_offline_ratio: float | None = None  # its floor (preset)
@@ -162,48 +149,38 @@ class Args:
     priority_beta: float = 0.4  # how much of the sampling bias the weights undo, rising to 1
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        online_steps, path = self.online_steps, self.checkpoint_path
-        exists = bool(path) and Path(path).exists()
-        preset = dict(zip(OPTIONS, PRESETS[self.preset], strict=True))
-        for table in (preset, TASKS.get(self.env_id, {}), DEFAULTS):
-            for name, value in table.items():
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
-        if online_steps is None:  # else the paper's 5000 frozen steps would leave none to learn in
-            self.online_steps += self.warmup_rollout_steps
-        if self.online_cql_alpha is None:  # design: the objective does not change at the switch
-            self.online_cql_alpha = self.cql_alpha if self.preset == "design" else 0.0
-        new = not (self.resume and self.run_dir and (Path(self.run_dir) / "latest.pth").exists())
-        if self.learner or (self.stage is None and exists and new):
-            self.stage = "online"
-        self.stage = self.stage or "both"
         if self.exp_name and not self.run_dir:
             self.run_dir = f"runs/{self.exp_name}__{self.seed}__{int(time.time())}"
-        positive = "online_steps hidden_size batch_size lr utd_ratio num_critics init_alpha"
-        positive += " buffer_size reward_scale data_size log_interval save_every eval_episodes"
-        shares = "gamma tau dropout initial_offline_ratio min_offline_ratio offline_decay_rate"
-        shares += " retention_ratio priority_alpha priority_beta"
+        new = not (self.resume and self.run_dir and Path(self.run_dir, "latest.pth").exists())
+        warm, kept = (Path(x or "").is_file() for x in (self.checkpoint_path, self.filtered_data_path))
+        if self.learner or (self.stage is None and warm and new):
+            self.stage = "online"
+        self.stage = self.stage or "both"
+        for name, value in zip(OPTIONS, PRESETS[self.preset], strict=True):
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        positive = """hidden_size batch_size lr utd_ratio num_critics num_sampled_critics
+            init_alpha buffer_size reward_scale data_size log_interval save_every eval_episodes"""
+        shares = """gamma tau dropout initial_offline_ratio min_offline_ratio offline_decay_rate
+            retention_ratio priority_alpha priority_beta"""
         for name, value in vars(self).items():
             least = 1e-9 if name in positive.split() else 0
             most = 1 if name in shares.split() else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least} to {most}")
-        if not 1 <= self.num_sampled_critics <= self.num_critics:
-            raise ValueError("--num-sampled-critics must be between 1 and --num-critics")
-        if self.min_offline_ratio > (self.initial_offline_ratio if self.retention_ratio else 0):
-            raise ValueError("--min-offline-ratio is above the initial one, or nothing is retained")
-        if self.filtered_data_path and not self.retention_ratio:
-            raise ValueError("--filtered-data-path has no use: --retention-ratio 0 keeps nothing")
-        no_data = self.stage == "online" or not (self.offline_steps or self.retention_ratio)
-        if self.offline_data and no_data:
-            raise ValueError(f"--offline-data is not read: preset {self.preset}, stage {self.stage}")
-        if (self.stage == "online" and new and not exists) or (self.stage == "offline" and not path):
-            raise ValueError(f"--stage {self.stage} needs the --checkpoint-path of a warm-up")
-        kept = Path(self.filtered_data_path or "").is_file()
-        if self.stage != "online" and new and (exists or kept):
-            raise ValueError("--checkpoint-path or --filtered-data-path exists: nothing is overwritten")
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
+        floor, online = self.min_offline_ratio, self.stage == "online"
+        reads = not online and (self.offline_steps or self.retention_ratio)
+        ready = dict(offline=self.checkpoint_path, online=warm or not new, both=True)[self.stage]
+        for fine, message in (
+            (self.retention_ratio or not floor, "--min-offline-ratio above 0, and nothing is retained"),
+            (floor <= self.initial_offline_ratio, "--min-offline-ratio is above the initial one"),
+            (reads or not self.offline_data, f"--offline-data is not read: {self.preset}, {self.stage}"),
+            (ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
+            (online or not new or not (warm or kept), "nothing is overwritten: the warm-up is there"),
+            (self.run_dir or not self.resume, "--resume needs --run-dir"),
+        ):
+            if not fine:
+                raise ValueError(message)
 
 
 WSRLConfig = Args  # the design document's name
@@ -214,14 +191,12 @@ COLUMNS = ("obs", "actions", "rewards", "next_obs", "terminations", "truncations
 
 
 def make_env(env_id: str):
-    """Flat float32 observations, actions in [-1,1].  -> environment, half range, centre"""
-    env = gym.wrappers.FlattenObservation(gym.make(env_id))
-    space = env.action_space
-    if not isinstance(space, gym.spaces.Box) or len(space.shape) != 1 or not space.is_bounded():
-        sys.exit(f"--env-id {env_id} has actions {space}: a flat, bounded Box is needed")
-    env = gym.wrappers.DtypeObservation(env, np.float32)
+    """Flat float32 observations, actions in [-1,1]; scale and center lead back to its own actions."""
+    env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(gym.make(env_id)), np.float32)
+    low, high = env.action_space.low, env.action_space.high
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
-    return env, (space.high - space.low) / 2, (space.high + space.low) / 2
+    env.scale, env.center = (high - low) / 2, (high + low) / 2
+    return env
 
 
 def play(env, seed: int, act):
@@ -235,11 +210,6 @@ def play(env, seed: int, act):
     return rows, info.get("is_success", info.get("success", terminated and reward > 0))
 
 
-def pump_up(obs):
-    """MountainCarContinuous: push the way it rolls."""
-    return np.array([1.0 if obs[1] >= 0 else -1.0])
-
-
 def swing_up(obs):
     """Pendulum: bring the energy to that of standing upright, then balance."""
     cos, sin, speed = obs
@@ -250,49 +220,42 @@ def swing_up(obs):
 
 def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]:
     """Whole episodes: demos are a little noisy, half of the suboptimal actions are random."""
-    rows, action_dim = [], env.action_space.shape[0]
     noise, chance = dict(demos=(0.1, 0.0), suboptimal=(0.5, 0.5), random=(0.0, 1.0))[name]
+    rows = []
 
     def act(obs):
-        action = rng.uniform(-1, 1, action_dim)
+        action = rng.uniform(-1, 1, len(env.scale))
         if rng.random() >= chance:
-            action = expert(obs) + noise * rng.normal(size=action_dim)
+            action = expert(obs) + noise * rng.normal(size=len(env.scale))
         return action.clip(-1, 1).astype(np.float32)
 
     while len(rows) < size:
         rows += play(env, int(rng.integers(2**31)), act)[0]
-    return dict(zip(COLUMNS, map(np.array, zip(*rows, strict=True)), strict=True))
+    columns = dict(zip(COLUMNS, map(np.array, zip(*rows, strict=True)), strict=True))
+    return columns | dict(actions=env.center + env.scale * columns["actions"])
 
 
 def make_sources(args: Args, names, folder: Path) -> list[str]:
     """An .npz of each name, by a script or a SAC run of its own; what is there is kept."""
-    env, scale, center = make_env(args.env_id)
-    script = {"MountainCarContinuous-v0": pump_up, "Pendulum-v1": swing_up}.get(args.env_id)
-    experts = dict(demos=script, suboptimal=script)
+    scripts = {"Pendulum-v1": swing_up}
+    scripts["MountainCarContinuous-v0"] = lambda obs: np.where(obs[1:] >= 0, 1.0, -1.0)  # as it rolls
+    script = scripts.get(args.env_id)
+    experts = dict(demos=script, suboptimal=script, random=None)
     missing = [name for name in names if not (folder / f"{name}.npz").exists()]
-    if script is None and set(missing) & {"demos", "suboptimal"}:
-        own = dict(env_id=args.env_id, device=args.device, seed=args.seed)
-        own |= dict(preset="scratch", eval_every=0)
-        steps = Args(**own).online_steps
-        print(f"no script for {args.env_id}: {steps} steps of SAC for demos, half of them for the rest")
+    if script is None and {*missing} - {"random"}:
+        print(f"no script for {args.env_id}: {args.online_steps} steps of SAC play demos, half the rest")
         with tempfile.TemporaryDirectory() as run:
-            for name, length in (("suboptimal", steps // 2), ("demos", steps)):
-                main(Args(**own, run_dir=run, resume=True, online_steps=length))
-                agent = WarmupAgent(env.observation_space.shape[0], len(scale))
-                experts[name] = agent.load(f"{run}/final_model.pth").act
+            own = dict.fromkeys([*OPTIONS, "checkpoint_path", "filtered_data_path", "stage"])
+            own |= dict(preset="scratch", make_data=False, eval_every=0, run_dir=run, resume=True)
+            for name, part in (("suboptimal", 0.5), ("demos", 1.0)):
+                main(replace(args, **own, online_steps=int(part * args.online_steps)))
+                experts[name] = WarmupAgent.load(f"{run}/final_model.pth").act
+    folder.mkdir(parents=True, exist_ok=True)
     for name in missing:
-        rng = np.random.default_rng([args.seed, 1, ("demos", "suboptimal", "random").index(name)])
-        columns = make_source(env, experts.get(name), name, args.data_size, rng)
-        columns["actions"] = center + scale * columns["actions"]
-        write_npz(folder / f"{name}.npz", columns)
+        rng = np.random.default_rng([args.seed, 1, [*experts].index(name)])
+        columns = make_source(make_env(args.env_id), experts[name], name, args.data_size, rng)
+        np.savez(folder / f"{name}.npz", **columns)
     return [f"{name}={folder / name}.npz" for name in names]
-
-
-def write_npz(path: Path, columns: dict):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.tmp", "wb") as file:
-        np.savez(file, **columns)
-    os.replace(f"{path}.tmp", path)
 
 
 class DemoUnpickler(pickle.Unpickler):
@@ -364,34 +327,24 @@ def load_columns(path: str) -> dict:
         sys.exit(f"data file {path} is refused: {type(error).__name__}: {error}")
 
 
-OTHER_NAMES = {  # what other files call them: sac_hybrid.py's demos, D4RL
-    "observations": "obs", "observations/state": "obs", "next_observations": "next_obs",
-    "next_observations/state": "next_obs", "terminals": "terminations", "timeouts": "truncations",
-}  # fmt: skip
-
-
-def load_minari(name: str) -> dict:
-    import minari
-
-    episodes = list(minari.load_dataset(name).iterate_episodes())
-    if not isinstance(episodes[0].observations, np.ndarray):
-        sys.exit(f"data set {name} has observations of several parts: one flat vector is expected")
-    raw = {c: np.concatenate([getattr(e, c) for e in episodes]) for c in COLUMNS if "obs" not in c}
-    raw["obs"] = np.concatenate([e.observations[:-1] for e in episodes])
-    raw["next_obs"] = np.concatenate([e.observations[1:] for e in episodes])
-    return raw
-
-
 def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarray]:
     """COLUMNS of an .npz, a demo .pkl or minari:ID, checked; actions and rewards as in the file."""
-    raw = load_minari(path[7:]) if path.startswith("minari:") else load_columns(path)
-    raw = {OTHER_NAMES.get(name, name): column for name, column in raw.items()}
+    if path.startswith("minari:"):
+        import minari
+
+        episodes = list(minari.load_dataset(path[7:]).iterate_episodes())
+        if not isinstance(episodes[0].observations, np.ndarray):
+            sys.exit(f"data set {path} has observations of several parts: one flat vector is expected")
+        parts = [vars(e) | dict(obs=e.observations[:-1], next_obs=e.observations[1:]) for e in episodes]
+        raw = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    else:
+        raw = load_columns(path)
     try:
-        if "dones" in raw or "masks" in raw:  # sac_hybrid.py's: mask 0 is the end of the value
-            given = dict(dones=np.zeros(len(raw["rewards"]))) | raw
-            dones = check_column(given, "dones") != 0
-            masks = check_column(dict(masks=1 - dones) | given, "masks")
-            raw = dict(terminations=1 - masks, truncations=dones * (masks > 0)) | raw
+        if "dones" in raw:  # sac_hybrid.py's: a mask of 0 ends the value, too
+            raw = {k.removesuffix("/state").replace("observations", "obs"): x for k, x in raw.items()}
+            dones = check_column(raw, "dones") != 0
+            masks = check_column(dict(masks=1 - dones) | raw, "masks")
+            raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
         shapes = zip(COLUMNS, ((obs_dim,), (action_dim,), (), (obs_dim,), (), ()), strict=True)
         return {name: check_column(raw, name, shape) for name, shape in shapes}
     except (KeyError, ValueError) as error:
@@ -415,60 +368,50 @@ def succeeded(trajectory: dict) -> bool:
 
 
 def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: int = 1) -> float:
-    """Mean of three parts in [0,1]: success, return within its range, and the clock.
-
-    The last: a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5.
-    """
+    """Mean of success, return within its range, and the clock, each in [0,1]."""
     (low, high), rewards, success = return_range, trajectory["rewards"], succeeded(trajectory)
     part = np.clip((sum(rewards) - low) / (high - low), 0, 1) if high > low else 0.5
     late, failed = min(1.0, len(rewards) / max_length), trajectory["terminations"][-1] and not success
+    # a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5
     clock = 1 - late / 2 if success else late / 2 if failed else 0.5
     return float((success + part + clock) / 3)
 
 
-def data_weight(source_weight: float, quality: float, success: bool, bonus: float) -> float:
-    """source * quality * bonus; an average quality of 0.5 is neutral"""
-    return source_weight * (0.5 + quality) * (bonus if success else 1.0)
-
-
-def row_dtype(obs_dim: int, action_dim: int) -> np.dtype:
+def row_dtype(env) -> np.dtype:
     """Of a replay buffer: actions in [-1,1], rewards scaled, what is known of a row's episode"""
-    scalars = ("rewards", "masks", "weights", "quality", "returns")
-    arrays = [("obs", "f4", obs_dim), ("next_obs", "f4", obs_dim), ("actions", "f4", (action_dim,))]
-    return np.dtype(arrays + [(name, "f4") for name in scalars])
+    obs, action = env.observation_space.shape, env.action_space.shape
+    arrays, scalars = dict(obs=obs, next_obs=obs, actions=action), "rewards masks weights quality returns"
+    return np.dtype([(name, "f4", arrays.get(name, ())) for name in [*arrays, *scalars.split()]])
 
 
-def load_offline_data(args: Args, specs, scale, center, dtype):
+def load_offline_data(args: Args, specs, env):
     """All sources as rows of a buffer, each row's number of its episode, mean return by source"""
-    names, weights, trajectories, parts, returns = [], [], [], [], {}
+    dtype, episodes, parts, returns = row_dtype(env), [], [], {}
     for spec in specs:
-        name, _, path = spec.partition("=") if "=" in spec.partition("/")[0] else ("", "", spec)
-        name = name or "demos"
+        name, _, path = spec.partition("=") if "=" in spec.partition("/")[0] else ("demos", "", spec)
         weight = dict(demos=args.demo_weight, random=0.5).get(name, 1.0)
         if match := re.fullmatch(r"(.+):([0-9.]+)", path):
             path, weight = match[1], float(match[2])
-        columns = read_source(path, dtype["obs"].shape[0], len(scale))
+        columns = read_source(path, dtype["obs"].shape[0], len(env.scale))
         for rows in episode_slices(columns):
-            trajectories.append({key: columns[key][rows] for key in COLUMNS})
-            names, weights = [*names, name], [*weights, weight]
-    totals = [float(t["rewards"].sum()) for t in trajectories]
-    bounds, longest = (min(totals), max(totals)), max(len(t["rewards"]) for t in trajectories)
-    for t, weight in zip(trajectories, weights, strict=True):
+            episodes.append((weight, {key: columns[key][rows] for key in COLUMNS}))
+            returns.setdefault(name, []).append(float(columns["rewards"][rows].sum()))
+    totals = [total for own in returns.values() for total in own]
+    bounds, longest = (min(totals), max(totals)), max(len(t["rewards"]) for _, t in episodes)
+    for weight, t in episodes:
         rows, quality = np.zeros(len(t["rewards"]), dtype), compute_data_quality(t, bounds, longest)
         rows["obs"], rows["next_obs"] = t["obs"], t["next_obs"]
         rows["masks"] = 1 - t["terminations"]
-        rows["actions"] = ((t["actions"] - center) / scale).clip(-1, 1)
+        rows["actions"] = ((t["actions"] - env.center) / env.scale).clip(-1, 1)
         rows["rewards"] = t["rewards"] * args.reward_scale
         rows["returns"], rows["quality"] = return_to_go(rows["rewards"], args.gamma), quality
-        rows["weights"] = data_weight(weight, quality, succeeded(t), args.success_weight_bonus)
+        # warm-up: weights; an average quality of 0.5 is neutral
+        rows["weights"] = weight * (0.5 + quality) * (args.success_weight_bonus if succeeded(t) else 1)
         parts.append(rows)
-    for name in dict.fromkeys(names):
-        mine = [i for i, own in enumerate(names) if own == name]
-        returns[name] = float(np.mean([totals[i] for i in mine]))
-        size = f"{len(mine)} episodes, {sum(len(parts[i]) for i in mine)} rows"
-        wins = sum(succeeded(trajectories[i]) for i in mine)
-        print(f"{name}: {size}, return {returns[name]:.1f}, successes {wins}", flush=True)
-    return np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(p) for p in parts]), returns
+    for name, own in returns.items():
+        print(f"{name}: {len(own)} episodes, return {np.mean(own):.1f}", flush=True)
+    number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    return np.concatenate(parts), number, {name: float(np.mean(own)) for name, own in returns.items()}
 
 
 # --- networks ---
@@ -509,11 +452,11 @@ class QEnsemble(nn.Module):
 class Normalizer(nn.Module):
     """The encoder of vectors: by offline statistics.  (N,D) -> (N,D)"""
 
-    def __init__(self, dim: int):
+    def __init__(self, mean, std):
         super().__init__()
-        self.dim = dim
-        self.register_buffer("mean", torch.zeros(dim))
-        self.register_buffer("std", torch.ones(dim))
+        self.dim = len(mean)
+        self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.float32))
+        self.register_buffer("std", torch.as_tensor(std, dtype=torch.float32))
 
     def forward(self, obs):
         return (obs - self.mean) / self.std
@@ -521,15 +464,12 @@ class Normalizer(nn.Module):
 
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
-    """Rows in a ring; drawn by priorities (|td|+1e-6)^alpha, raised once when set; 0: uniformly.
+    """Rows in a ring; drawn by priorities (|td|+1e-6)^alpha, raised once when set; 0: uniformly."""
 
-    One cumsum a draw: 4 ms at 10^6 rows; a sum tree would be another 40 lines.
-    """
-
-    def __init__(self, capacity: int, dtype: np.dtype, alpha: float = 0.6, rows=None):
+    def __init__(self, capacity: int, dtype: np.dtype, alpha: float = 0.6, rows=()):
         self.rows, self.priorities = np.zeros(capacity, dtype), np.zeros(capacity)  # float64
         self.alpha, self.size, self.at, self.max_priority = alpha, 0, 0, 1.0
-        if rows is not None:
+        if len(rows):
             self.insert(rows)
 
     def __len__(self):
@@ -545,10 +485,11 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         """-> row numbers, importance weights before they are divided by their maximum"""
         if not self.alpha:
             return rng.integers(self.size, size=batch_size), np.ones(batch_size)
-        cumsum = self.priorities[: self.size].cumsum()
+        cumsum = self.priorities[: self.size].cumsum()  # 4 ms at 10^6 rows: no tree is needed
         inds = cumsum.searchsorted(rng.random(batch_size) * cumsum[-1], side="right")
         inds = inds.clip(max=self.size - 1)  # rounding must not lead beyond the last row
-        return inds, importance_weights(self.priorities[inds] / cumsum[-1], self.size, beta)
+        probabilities = self.priorities[inds] / cumsum[-1]
+        return inds, (self.size * probabilities) ** -beta  # arXiv:1511.05952, section 3.4
 
     def update_priorities(self, inds, td_errors):
         self.priorities[inds] = (np.abs(td_errors).astype(np.float64) + 1e-6) ** self.alpha
@@ -567,7 +508,8 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return dict(rows=rows, priorities=priorities, at=self.at, max_priority=self.max_priority)
 
     def load_state_dict(self, state: dict):
-        self.insert(state["rows"].numpy().view(self.rows.dtype))
+        rows = state["rows"].numpy().view(self.rows.dtype)
+        self.__init__(max(len(rows), len(self.rows)), rows.dtype, self.alpha, rows)
         self.priorities[: self.size] = state["priorities"].numpy()
         self.at, self.max_priority = int(state["at"]), float(state["max_priority"])
 
@@ -582,20 +524,12 @@ def compute_priorities(buffer: PrioritizedReplayBuffer, by: str, agent=None):
 
 
 def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality", agent=None):
-    """The best rows, one at least, in arrays of their own: the rest is released with the old ones."""
-    if retention_ratio == 1:
+    """The best rows, in arrays of their own: the rest is released with the old ones."""
+    if retention_ratio == 1 or not len(buffer):
         return buffer
-    top_k = max(1, int(len(buffer) * retention_ratio))
-    return buffer.select_top_k(compute_priorities(buffer, by, agent), top_k)
-
-
-def save_filtered_data(path: Path, buffer, args, scale, center):
-    """A data file like any other; state/... is the buffer, for the second stage, bit by bit."""
-    rows, state = buffer.rows, buffer.state_dict()
-    columns = {f"state/{name}": np.asarray(value) for name, value in state.items()}
-    columns |= dict(obs=rows["obs"], next_obs=rows["next_obs"], terminations=rows["masks"] == 0)
-    columns |= dict(actions=center + scale * rows["actions"], truncations=np.zeros(len(rows), bool))
-    write_npz(path, columns | dict(rewards=rows["rewards"] / args.reward_scale))
+    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1 at least, unless 0
+    priorities = compute_priorities(buffer, by, agent) if top_k else buffer.priorities
+    return buffer.select_top_k(priorities, top_k)
 
 
 def split_rows(batch_size: int, ratio: float, num_offline: int, num_online: int) -> tuple[int, int]:
@@ -612,7 +546,7 @@ def tensors(rows: np.ndarray, device) -> dict[str, torch.Tensor]:
 
 
 def sample_mixed(args, buffers, split, beta: float, rng, device):
-    """Rows of both, shuffled, with their weights.  -> batch, a function that takes back TD errors"""
+    """Rows of both, shuffled, with their weights.  -> batch; buffer, row numbers, places of each part"""
     draws = [(rb, *rb.sample(n, beta, rng)) for rb, n in zip(buffers, split, strict=True) if n]
     order = rng.permutation(sum(split))
     batch = tensors(np.concatenate([rb.rows[inds] for rb, inds, _ in draws])[order], device)
@@ -622,15 +556,8 @@ def sample_mixed(args, buffers, split, beta: float, rng, device):
     own, none = batch["weights"], torch.ones_like(batch["weights"])
     batch["weights"] = batch_weights(is_weights, none if args.weighted_loss == "none" else own)
     batch["actor_weights"] = batch_weights(own if args.weighted_loss == "both" else none)
-
-    def take_back(td_errors):
-        td_errors = td_errors[np.argsort(order)]
-        for rb, inds, _ in draws:
-            if rb.alpha:
-                rb.update_priorities(inds, td_errors[: len(inds)])
-            td_errors = td_errors[len(inds) :]
-
-    return batch, take_back
+    places = np.split(np.argsort(order), [len(draws[0][1])])
+    return batch, [(rb, inds, place) for (rb, inds, _), place in zip(draws, places, strict=False)]
 
 
 # --- math ---
@@ -773,14 +700,9 @@ def offline_ratio_at(step: int, initial: float, decay: float, floor: float) -> f
     return max(floor, initial * decay**step)
 
 
-def beta_at(progress: float, beta: float = 0.4) -> float:
-    """Exponent of the importance weights: from beta to 1 over the run"""
-    return beta + (1 - beta) * min(1.0, progress)
-
-
-def importance_weights(probabilities, size: int, beta: float):
-    """(N P(i))^-beta, not yet divided by the maximum (arXiv:1511.05952, section 3.4)"""
-    return (size * probabilities) ** -beta
+def priority_beta_schedule(t: float, beta: float = 0.4) -> float:
+    """Exponent of the importance weights: from beta to 1 over the run, t from 0 to 1"""
+    return beta + (1 - beta) * min(1.0, t)
 
 
 def batch_weights(*factors):
@@ -789,12 +711,22 @@ def batch_weights(*factors):
     return product / product.mean()
 
 
-def return_to_go(rewards, gamma: float) -> np.ndarray:
+def statistics(space, obs):
+    """Mean and spread of the data's observations; without data, of the space's bounds.  -> (D,), (D,)"""
+    low, high = np.float64(space.low), np.float64(space.high)
+    bounded = high - low < 1e6
+    half = np.where(bounded, high - low, 2.0) / 2
+    if not len(obs):
+        return np.where(bounded, low + half, 0.0), half
+    # one demo may never leave the top of the swing: a spread of nearly 0 would blow up all else
+    std = np.maximum(obs.std(0), 0.3 * half * bounded)
+    return obs.mean(0), np.where(std < 1e-6, 1.0, std)
+
+
+def return_to_go(rewards, gamma: float) -> list[float]:
     """G_t = r_t + gamma G_t+1 within one episode. A time limit cuts the sum off.  (T,) -> (T,)"""
-    returns, total = np.zeros(len(rewards)), 0.0
-    for t in reversed(range(len(rewards))):
-        returns[t] = total = float(rewards[t]) + gamma * total
-    return returns
+    backwards = accumulate(map(float, reversed(rewards)), lambda total, r: r + gamma * total)
+    return [*backwards][::-1]
 
 
 def calibrate(q_values, returns, num_uniform: int):
@@ -814,31 +746,31 @@ class WarmupAgent(SAC):
 
     K = 4  # actions of the conservative term from each of: uniform, policy at s, policy at s'
 
-    def __init__(self, obs_dim: int, action_dim: int, device="cpu", args=None, scale=1.0):
-        args = args or Args()
+    def __init__(self, args, action_scale, mean, std, device="cpu"):
+        """Half range of the environment's actions (A,); mean and std of its observations (D,)"""
         torch.manual_seed(args.seed)
-        super().__init__(Normalizer(obs_dim), action_dim, -0.5 * action_dim, device, args)
-        self.dims, self.scale = [obs_dim, action_dim], np.ones(action_dim) * scale  # half the range
+        dim = len(action_scale)
+        super().__init__(Normalizer(mean, std), dim, -0.5 * dim, device, args)
+        self.action_scale = np.asarray(action_scale)
         self.enter(0)
 
     def enter(self, env_steps: int):
         """The objective, this many environment steps after the warm-up."""
-        args = self.args
-        self.cloning = args.offline_objective == "bc" and not env_steps
-        fade = args.offline_decay_rate**env_steps if env_steps else 0.0
-        self.bc_weight = args.online_bc_weight * fade
+        args, online = self.args, env_steps > 0
+        self.cloning = args.offline_objective == "bc" and not online
+        self.bc_weight = online * args.online_bc_weight * args.offline_decay_rate**env_steps
         conservative = args.offline_objective in ("cql", "calql")
-        self.cql_alpha = conservative * (args.online_cql_alpha if env_steps else args.cql_alpha)
+        self.cql_alpha = conservative * (args.online_cql_alpha if online else args.cql_alpha)
 
     def more_critic_losses(self, batch, features, next_features, slow, q_values):
         self.q_size = q_values.detach().abs().mean()  # the unit of what is cloned online
         if not self.cql_alpha:
             return {}
         # warm-up: conservative; densities are those of actions in the environment's units
-        size, k, unit = len(features), self.K, float(np.log(self.scale).sum())
+        size, k, unit = len(features), self.K, float(np.log(self.action_scale).sum())
         with torch.no_grad():
-            actions = [torch.rand(size, k, self.dims[1]).to(self.device) * 2 - 1]
-            logs = [torch.full((size, k), -float(np.log(2 * self.scale).sum())).to(self.device)]
+            actions = [torch.rand(size, k, len(self.action_scale)).to(self.device) * 2 - 1]
+            logs = [torch.full((size, k), -float(np.log(2 * self.action_scale).sum())).to(self.device)]
             for at in (features, next_features):  # both judged at s
                 mean, std = (x[:, None].expand(-1, k, -1) for x in self.policy(at))
                 sampled, logprobs = tanh_normal(mean, std, self.noise(mean))
@@ -872,15 +804,9 @@ class WarmupAgent(SAC):
     @torch.no_grad()
     def errors(self, batch):
         """TD errors (E,N) and targets (N,) outside training"""
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            *_, q_values, target = self.bellman(batch)
+        torch.manual_seed(0)  # each update seeds anew
+        *_, q_values, target = self.bellman(batch)
         return q_values - target, target
-
-    def normalise_by(self, mean, std):
-        for encoder in (self.critic.encoder, self.critic_target.encoder):
-            encoder.mean.copy_(torch.as_tensor(mean))
-            encoder.std.copy_(torch.as_tensor(std))
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
@@ -890,25 +816,25 @@ class WarmupAgent(SAC):
         return np.tanh(mean + std * noise)
 
     def checkpoint(self) -> dict:
-        return dict(agent=copy.deepcopy(self.state_dict()), args=asdict(self.args), dims=self.dims)
+        spaces = dict(action_scale=self.action_scale.tolist(), obs_dim=self.critic.encoder.dim)
+        return dict(agent=copy.deepcopy(self.state_dict()), args={**vars(self.args)}) | spaces
 
-    def load(self, checkpoint):
-        """A path, or what torch.load made of it. Widths come from the file."""
-        if not isinstance(checkpoint, dict):
-            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        args = Args()
-        vars(args).update(checkpoint["args"])  # as they were resolved: its files need not be here
-        self.__init__(*self.dims, self.device, args, self.scale)
-        self.load_state_dict(checkpoint["agent"])
-        return self
+    @classmethod
+    def load(cls, path, device="cpu"):
+        """The agent of a final_model.pth; its options come from there, too."""
+        saved = load_checkpoint(path, "obs_dim")
+        args, unknown = SimpleNamespace(**saved["args"]), np.ones(saved["obs_dim"])
+        agent = cls(args, saved["action_scale"], unknown, unknown, device)
+        agent.load_state_dict(saved["agent"])
+        return agent
 
 
 # --- rollout ---
 class Collector:
     """The online environment. An episode is a function of the step it began at and its actions."""
 
-    def __init__(self, args: Args, env, dtype: np.dtype):
-        self.args, self.env, self.dtype = args, env, dtype
+    def __init__(self, args: Args, env):
+        self.args, self.env = args, env
         self.obs, self.start, self.actions, self.episodes = None, 0, [], []  # (return, length)
 
     def begin(self, step: int):
@@ -920,7 +846,7 @@ class Collector:
             self.begin(step)
         if not np.isfinite(self.obs).all():  # it would be the arm's next command
             raise ValueError(f"{self.args.env_id} gave the observation {self.obs}")
-        rng, size = np.random.default_rng([self.args.seed, 3, step]), agent.dims[1]
+        rng, size = np.random.default_rng([self.args.seed, 3, step]), len(self.env.scale)
         if random:
             return rng.uniform(-1, 1, size).astype(np.float32)
         return agent.act(self.obs, rng.standard_normal(size, np.float32))
@@ -938,7 +864,7 @@ class Collector:
         if terminated or truncated:
             self.episodes = [*self.episodes[-19:], [self.total, len(self.actions)]]
             self.obs, self.actions = None, []
-        return np.array([row], self.dtype)
+        return np.array([row], row_dtype(self.env))
 
     def state_dict(self) -> dict:
         obs = None if self.obs is None else torch.from_numpy(self.obs)
@@ -947,33 +873,23 @@ class Collector:
 
     def load_state_dict(self, state: dict):
         """Plays the episode again; where that leads elsewhere (a real arm), a new one begins."""
-        self.episodes = state["episodes"]
         if state["obs"] is not None:
             self.begin(state["start"])
             for action in state["actions"].numpy():
                 if self.obs is not None:
                     self.step(action)
             if self.obs is None or not np.array_equal(self.obs, state["obs"].numpy()):
-                self.obs, self.actions, self.episodes = None, [], state["episodes"]
+                self.obs, self.actions = None, []
+        self.episodes = state["episodes"]
 
 
 # --- evaluate ---
 def evaluate_policy(agent: WarmupAgent, env, num_episodes: int) -> dict[str, float]:
     """The mean action, the same episodes for every run."""
-    results = []
-    for episode in range(num_episodes):
-        rows, success = play(env, 10_000 + episode, agent.act)
-        results.append((float(success), sum(float(row[2]) for row in rows), len(rows)))
+    plays = [play(env, 10_000 + episode, agent.act) for episode in range(num_episodes)]
+    results = [(success, sum(float(row[2]) for row in rows), len(rows)) for rows, success in plays]
     names = ("eval/success_rate", "eval/episodic_return", "eval/episodic_length")
     return dict(zip(names, np.mean(results, 0).tolist(), strict=True))
-
-
-def compare_at_switch(returns: dict[str, float], policy_return: float) -> str:
-    """Which deserves trust online, the data or the policy made of them (arXiv:2510.01460)?"""
-    data = ", ".join(f"{name} {value:.1f}" for name, value in returns.items())
-    better = policy_return >= max(returns.values())
-    trusted = "policy" if better else "data"
-    return f"switch: return of the data {data}; of the policy {policy_return:.1f}: trust the {trusted}"
 
 
 # --- run folder ---
@@ -1063,111 +979,84 @@ def means(window: list[dict]) -> dict[str, float]:
     return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
-def keep_memory():
-    """glibc gives blocks over 128 kB back at once and asks again: half the time of a small conv net."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # other C libraries have none
-    mallopt(-3, 2**28)  # M_MMAP_THRESHOLD
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-
-
-def load_checkpoint(path) -> dict:
+def load_checkpoint(path, key: str) -> dict:
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        return saved | dict(step=saved["step"])  # final_model.pth has no step
+        return saved | {key: saved[key]}  # a file of another kind has no such entry
     except Exception as error:  # a damaged file raises almost any type
-        sys.exit(f"checkpoint {path} is not one of a run: {type(error).__name__}: {error}")
+        sys.exit(f"{path} does not hold what is needed: {type(error).__name__}: {error}")
 
 
 # --- main ---
 def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.num_threads)
-    keep_memory()
     best = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(best if args.device == "auto" else args.device)
-    env, scale, center = make_env(args.env_id)
-    judge, space = make_env(args.env_id)[0], env.observation_space
-    low, high = np.float64(space.low), np.float64(space.high)
-    bounded = high - low < 1e6
-    half = np.where(bounded, high - low, 2.0) / 2
-    convert = (scale, center, row_dtype(len(low), len(scale)))
-    dtype = convert[-1]
+    env, judge = make_env(args.env_id), make_env(args.env_id)
     if args.make_data:
-        names = ("demos", "suboptimal", "random")
-        sources = make_sources(args, names, Path(args.data_dir or f"data/{args.env_id}"))
-        load_offline_data(args, sources, *convert)
+        sources = make_sources(args, SOURCES, Path(args.data_dir or "data"))
+        load_offline_data(args, sources, env)  # prints their returns
         return {}
-    path = Path(args.run_dir or "") / "latest.pth"
+    path, saved = Path(args.run_dir or "") / "latest.pth", None
     going_on = args.resume and path.exists()
     handed_over = args.stage == "online" and not going_on
-    saved = None
     if going_on or handed_over:
-        saved = load_checkpoint(path if going_on else args.checkpoint_path)
-        changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
+        saved = load_checkpoint(path if going_on else args.checkpoint_path, "step")
+        changed = {k: v for k, v in vars(args).items() if saved["args"].get(k) != v}
         print(f"going on after step {saved['step']}, with changed options: {changed}")
         args.offline_steps = saved["args"]["offline_steps"]
-    total = args.offline_steps + (args.online_steps if args.stage != "offline" else 0)
-    needs_data, data = not saved and (args.offline_steps or args.retention_ratio), None
-    if needs_data and args.offline_data:
-        data = load_offline_data(args, args.offline_data, *convert)
+    online_steps = args.warmup_rollout_steps + args.online_steps
+    total = args.offline_steps + (online_steps if args.stage != "offline" else 0)
+    dtype, returns = row_dtype(env), {}
+    rows, number = np.zeros(0, dtype), np.zeros(0, int)
+    if not saved and (args.offline_steps or args.retention_ratio):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = Path(args.data_dir or folder)
+            specs = args.offline_data or make_sources(args, args.sources, folder)
+            rows, number, returns = load_offline_data(args, specs, env)
+    for target in filter(None, (args.checkpoint_path, args.filtered_data_path)):
+        Path(target).parent.mkdir(parents=True, exist_ok=True)  # now, not after the warm-up
     run = Run(args, total, saved["rows"] if going_on else (), exist_ok=args.resume)
-    if needs_data and not data:
-        folder = Path(args.data_dir or run.dir / "data")
-        data = load_offline_data(args, make_sources(args, args.sources, folder), *convert)
-    stop, agent = catch_signals(), WarmupAgent(len(low), len(scale), device, args, scale)
-    alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
-    online_rb, offline_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha), None
-    collector, step, window, line = Collector(args, env, dtype), 0, [], ""
+    stop, step, window, line = catch_signals(), 0, [], ""
     metrics = {name: value for row in run.rows for name, value in row.items()}  # the latest of each
-    # early stop: held-out rows, best error, checks since, best weights; returns of the sources
-    progress = dict(heldout=None, best_error=math.inf, stale=0, best=None, returns={})
-
-    if saved:
-        agent.load_state_dict(saved["agent"])
-        collector.load_state_dict(saved["collector"])
-        online_rb.load_state_dict(saved["online_rb"])
-        step, progress, window = saved["step"], saved["progress"], saved["window"]
-        state = saved["offline_rb"]
-        if handed_over and args.filtered_data_path:  # what the warm-up kept, or any data file
-            own = load_columns(args.filtered_data_path)
-            state = {k[6:]: torch.from_numpy(x) for k, x in own.items() if k.startswith("state/")}
-            if not state:
-                rows = load_offline_data(args, [f"demos={args.filtered_data_path}"], *convert)[0]
-                offline_rb = PrioritizedReplayBuffer(len(rows), dtype, alpha, rows)
-        if state:
-            offline_rb = PrioritizedReplayBuffer(len(state["priorities"]), dtype, alpha)
-            offline_rb.load_state_dict(state)
-    elif needs_data:
-        rows, number, progress["returns"] = data
-        held = np.zeros(len(rows), bool)
-        if args.early_stop_patience and args.offline_steps:  # a tenth of the episodes
-            chosen = np.random.default_rng([args.seed, 6]).permutation(number[-1] + 1)
-            held = np.isin(number, chosen[: math.ceil(len(chosen) / 10)])
-            progress["heldout"] = torch.from_numpy(rows[held].view(np.uint8))
-        offline_rb = PrioritizedReplayBuffer(int((~held).sum()), dtype, alpha, rows[~held])
-        # one demo may never leave the top of the swing: a spread of nearly 0 would blow up all else
-        std = np.maximum(rows["obs"].std(0), 0.3 * half * bounded)
-        agent.normalise_by(rows["obs"].mean(0), np.where(std < 1e-6, 1.0, std))
-        if not args.offline_steps:
-            keep, by = args.retention_ratio, args.retention_by
-            offline_rb = filter_offline_data(offline_rb, keep, by, agent)
-        del data, rows
-    else:  # no statistics before the first step: the bounds of the space, where it has some
-        agent.normalise_by(np.where(bounded, (high + low) / 2, 0.0), half)
     print(f"preset {args.preset}:", *(f"{name} {getattr(args, name)}" for name in OPTIONS))
 
-    def save(target: Path, with_data: bool = True):
-        kept = offline_rb.state_dict() if offline_rb is not None and with_data else None
-        state = dict(step=step, rows=run.rows, progress=progress, window=window, offline_rb=kept)
-        state |= dict(online_rb=online_rb.state_dict(), collector=collector.state_dict())
-        save_checkpoint(target, agent.checkpoint() | state)
+    held = np.zeros(len(rows), bool)
+    if args.early_stop_patience and args.offline_steps and len(rows):  # a tenth of the episodes
+        chosen = np.random.default_rng([args.seed, 6]).permutation(number[-1] + 1)
+        held = np.isin(number, chosen[: math.ceil(len(chosen) / 10)])
+    alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
+    offline_rb = PrioritizedReplayBuffer((~held).sum(), dtype, alpha, rows[~held])
+    heldout_rb = PrioritizedReplayBuffer(held.sum(), dtype, alpha, rows[held])
+    online_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha)
+    mean, std = statistics(env.observation_space, rows["obs"])
+    agent = WarmupAgent(args, env.scale, mean, std, device)
+    collector = Collector(args, env)
+    del rows
+    early = dict(best_error=math.inf, stale=0, best=None)  # checks since the best error, its weights
+    parts = dict(agent=agent, collector=collector, online_rb=online_rb, offline_rb=offline_rb)
+    parts["heldout_rb"], retention = heldout_rb, (args.retention_ratio, args.retention_by, agent)
 
-    seconds = {"time/rollout": 0.0, "time/update": 0.0}  # since the last log line
+    def save(target: Path):
+        state = {name: part.state_dict() for name, part in parts.items()}
+        state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
+        save_checkpoint(target, state | agent.checkpoint())
+
+    if saved:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        step, early, returns, window = (saved[name] for name in ("step", "early", "returns", "window"))
+        if handed_over and args.filtered_data_path:
+            offline_rb.load_state_dict(load_checkpoint(args.filtered_data_path, "priorities"))
+    elif not args.offline_steps:
+        parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
+
     if not step:
-        scores = evaluate_policy(agent, judge, args.eval_episodes)
-        run.log({"global_step": 0, "charts/env_steps": 0} | scores)
+        start = {"global_step": 0, "charts/env_steps": 0}
+        run.log(start | evaluate_policy(agent, judge, args.eval_episodes))
     while step < total and not stop:
         # 1 collect
-        step, num_updates, ratio, row, clock = step + 1, 1, 1.0, {}, time.time()
+        step, num_updates, ratio, row = step + 1, 1, 1.0, {}
         env_steps, last = max(0, step - args.offline_steps), step == total
         agent.enter(env_steps)
         if env_steps:
@@ -1182,89 +1071,76 @@ def main(args: Args) -> dict[str, float]:
             num_updates = args.utd_ratio if env_steps > idle else 0
             decay = (args.initial_offline_ratio, args.offline_decay_rate, args.min_offline_ratio)
             ratio = offline_ratio_at(env_steps, *decay)
-        seconds["time/rollout"] += time.time() - clock
 
         # 2 update
-        clock = time.time()
         for i in range(num_updates):
             rng = np.random.default_rng([args.seed, 5, step, i])
-            beta = beta_at(step / (args.offline_steps + args.online_steps), args.priority_beta)
-            size = len(offline_rb) if offline_rb is not None and ratio else 0
-            split = split_rows(args.batch_size, ratio, size, len(online_rb))
-            batch, take_back = sample_mixed(args, (offline_rb, online_rb), split, beta, rng, device)
+            beta = priority_beta_schedule(step / (args.offline_steps + online_steps), args.priority_beta)
+            split = split_rows(args.batch_size, ratio, len(offline_rb) if ratio else 0, len(online_rb))
+            batch, draws = sample_mixed(args, (offline_rb, online_rb), split, beta, rng, device)
             if args.obs_noise and not env_steps:
                 for name in ("obs", "next_obs"):
                     noise = torch.from_numpy(rng.standard_normal(batch[name].shape, np.float32))
                     batch[name] += args.obs_noise * agent.critic.encoder.std * noise.to(device)
             stats = agent.update(batch, full=i == num_updates - 1)
-            if stats and alpha:
-                take_back(stats["td_errors"].cpu().numpy())
-            stats.pop("td_errors", None)
-            window.append(stats | dict(offline_frac=torch.tensor(split[0] / args.batch_size)))
-        seconds["time/update"] += time.time() - clock
+            errors = stats.pop("td_errors").cpu().numpy() if stats else None
+            for rb, inds, place in draws if stats else ():
+                rb.update_priorities(inds, errors[place])
+            window.append(stats | {"buffer/offline_frac": torch.tensor(split[0] / args.batch_size)})
 
         # 3 go online
-        check = not env_steps and step % max(1, args.offline_steps // 20) == 0
-        if check and progress["heldout"] is not None:
-            errors, target = agent.errors(tensors(progress["heldout"].numpy().view(dtype), device))
+        if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
+            errors, target = agent.errors(tensors(heldout_rb.rows, device))
             # relative: the bare error is least while all values are still 0
             error = float(errors.square().mean() / target.var().clamp(min=1e-8))
             row["losses/heldout_error"] = error
-            progress["stale"] += 1
-            if error < progress["best_error"]:
-                progress |= dict(best_error=error, stale=0, best=agent.checkpoint()["agent"])
-            if progress["stale"] >= args.early_stop_patience:
+            early["stale"] += 1
+            if error < early["best_error"]:
+                early = dict(best_error=error, stale=0, best=agent.checkpoint()["agent"])
+            if early["stale"] == args.early_stop_patience:
                 tqdm.write(f"early stop after {step} updates: held-out error {error:.3f}")
                 step = args.offline_steps
         switching = step == args.offline_steps
         if switching:
-            if progress["best"] is not None:
-                agent.load_state_dict(progress["best"])
-            progress |= dict(best=None, heldout=None)
-            batch = take_back = None  # they hold the old arrays
-            keep, by = args.retention_ratio, args.retention_by
-            offline_rb = filter_offline_data(offline_rb, keep, by, agent) if keep else None
+            if early["best"]:
+                agent.load_state_dict(early["best"])
+            early["best"] = batch = draws = rb = None  # they hold the old arrays
+            parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
 
         # 4 evaluate
         if switching or last or (args.eval_every and step % args.eval_every == 0):
             row |= evaluate_policy(agent, judge, args.eval_episodes)
         if switching:
-            tqdm.write(compare_at_switch(progress["returns"], row["eval/episodic_return"]))
+            # which deserves trust online, the data or the policy made of them (arXiv:2510.01460)?
+            data, own = " ".join(f"{k} {x:.1f}" for k, x in returns.items()), row["eval/episodic_return"]
+            trusted = "policy" if own >= max(returns.values()) else "data"
+            tqdm.write(f"switch: return of {data}, of the policy {own:.1f}: trust the {trusted}")
 
         # 5 log
         if row or last or step % args.log_interval == 0:
-            row |= {f"losses/{name}": mean for name, mean in means(window).items()}
-            if window:
-                row["buffer/offline_frac"] = row.pop("losses/offline_frac")
-            kept = len(offline_rb) if offline_rb is not None else 0
-            row |= seconds | {
-                "global_step": step,
-                "losses/skipped_steps": agent.skipped_steps,
-                "buffer/online_size": len(online_rb),
-                "buffer/offline_size": kept,
-                "buffer/offline_bytes": kept * dtype.itemsize,
-                "charts/env_steps": env_steps,
-                "charts/updates": agent.updates,
-                "charts/SPS": step / (time.time() - run.start),
-            }
-            names = ("charts/episodic_return", "charts/episodic_length")
+            row |= {k if "/" in k else f"losses/{k}": mean for k, mean in means(window).items()}
+            row |= {"global_step": step, "charts/env_steps": env_steps, "charts/updates": agent.updates}
+            row |= {"buffer/online_size": len(online_rb), "buffer/offline_size": len(offline_rb)}
+            row["buffer/offline_bytes"] = offline_rb.rows.nbytes
+            row["charts/SPS"] = step / (time.time() - run.start)
+            row["losses/skipped_steps"] = agent.skipped_steps
             if collector.episodes:
-                row |= dict(zip(names, np.mean(collector.episodes, 0).tolist(), strict=True))
+                names = ("charts/episodic_return", "charts/episodic_length")
+                row |= zip(names, np.mean(collector.episodes, 0).tolist(), strict=True)
             run.log(row)
-            metrics, window, seconds = metrics | row, [], dict.fromkeys(seconds, 0.0)
+            metrics, window = metrics | row, []
             watched = [f"losses/{k}" for k in ("critic_loss", "actor_loss", "alpha_loss", "alpha")]
             watched += ["buffer/offline_frac", "eval/episodic_return"]
             line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if metrics.get(k))
         run.status(line, step)
 
-        # 6 save; what is handed over comes last
+        # 6 save; what is handed over comes first: resumed after the switch, nothing would write it
+        if switching and args.filtered_data_path:
+            save_checkpoint(Path(args.filtered_data_path), offline_rb.state_dict())
+        if switching and args.checkpoint_path:
+            save(Path(args.checkpoint_path))
         if last or stop or switching or step % args.save_every == 0:
             save(run.dir / "latest.pth")
-        if switching and args.filtered_data_path:
-            save_filtered_data(Path(args.filtered_data_path), offline_rb, args, scale, center)
-        if switching and args.checkpoint_path:
-            Path(args.checkpoint_path).parent.mkdir(parents=True, exist_ok=True)
-            save(Path(args.checkpoint_path), with_data=not args.filtered_data_path)
 
     if step < total:
         print(f"stopped and saved; --resume --run-dir {run.dir} goes on")

@@ -9,13 +9,15 @@ critic, actor, temperature, targets, and drawing the batch.
 import csv
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from wsrl_warmup import Args, PrioritizedReplayBuffer, WarmupAgent, keep_memory, row_dtype, sample_mixed
+from wsrl_warmup import Args, PrioritizedReplayBuffer, WarmupAgent, row_dtype, sample_mixed
 
 
 def median_ms(work, rounds):
@@ -27,8 +29,13 @@ def median_ms(work, rounds):
     return round(float(np.median(times[2:])), 2)  # the first two warm up
 
 
+def dtype(obs_dim, action_dim):
+    spaces = dict(observation_space=Box(-1, 1, (obs_dim,)), action_space=Box(-1, 1, (action_dim,)))
+    return row_dtype(types.SimpleNamespace(**spaces))
+
+
 def draw(size):
-    rb = PrioritizedReplayBuffer(size, row_dtype(1, 1), rows=np.zeros(size, row_dtype(1, 1)))
+    rb = PrioritizedReplayBuffer(size, dtype(1, 1), rows=np.zeros(size, dtype(1, 1)))
 
     def work(rng):
         inds, _ = rb.sample(256, 0.4, rng)
@@ -38,22 +45,22 @@ def draw(size):
 
 
 def update(preset):
-    args = Args(env_id="Any-v0", preset=preset, device="cpu")
-    rows = np.zeros(10_000, row_dtype(17, 6))
+    args = Args(preset=preset, hidden_size=256, device="cpu")
+    rows = np.zeros(10_000, dtype(17, 6))
     rows["obs"], rows["weights"], rows["masks"] = np.random.default_rng(0).normal(size=(10_000, 17)), 1, 1
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
-    agent, rb = WarmupAgent(17, 6, "cpu", args), PrioritizedReplayBuffer(10_000, rows.dtype, alpha, rows)
+    agent = WarmupAgent(args, np.ones(6), np.zeros(17), np.ones(17))
+    rb = PrioritizedReplayBuffer(10_000, rows.dtype, alpha, rows)
 
     def work(rng):
-        batch, take_back = sample_mixed(args, (rb, None), (256, 0), 0.4, rng, "cpu")
-        take_back(agent.update(batch)["td_errors"].numpy())
+        batch, ((_, inds, place),) = sample_mixed(args, (rb, None), (256, 0), 0.4, rng, "cpu")
+        rb.update_priorities(inds, agent.update(batch)["td_errors"].numpy()[place])
 
     return work
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    keep_memory()
     found = [
         (f"PER: draw 256 of {size} rows, give back their errors", median_ms(draw(size), 40))
         for size in (10**4, 10**5, 10**6)

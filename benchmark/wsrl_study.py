@@ -1,13 +1,14 @@
 """What do online steps add to the best of data and clone? Every arm on the same data, frozen policies.
 
-    python benchmark/wsrl_study.py                      # what is not in the CSV yet, then tables and picture
-    python benchmark/wsrl_study.py --task "one demo" --arms design bc --seeds 1 2
-    python benchmark/wsrl_study.py --table              # tables and picture from the CSV, no training
+    python benchmark/wsrl_study.py                      # what is not in the CSVs yet, then tables and picture
+    python benchmark/wsrl_study.py --task "one demo" --arms design "bc then SAC" --seeds 1 2
+    python benchmark/wsrl_study.py --table              # tables and picture from the CSVs, no training
+    python benchmark/wsrl_study.py --tune               # the rates of GRID on seed 101: wsrl_tuning.csv
     python benchmark/wsrl_study.py --switch             # why a clone falls when it goes online: wsrl_switch.csv
 
 Rows of wsrl_study.csv are evaluations: the mean action on 10 fixed episodes, `env_steps` after the warm-up
-(0: the offline policy). The tasks are ones that cloning does not solve. All arms have the same networks, rates,
-batches, two critics, one update per environment step: what differs is the data they keep, and how they start.
+(0: the offline policy). All arms of a task have the same networks, batches, two critics, one update per environment
+step; without demos each has the rate that was best for it in wsrl_tuning.csv, which also holds runs at other rates.
 """
 
 import argparse
@@ -23,36 +24,132 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-PATH = HERE / "wsrl_study.csv"
-COLUMNS = ["task", "arm", "seed", "env_steps", "return", "data_return", "kept_bytes", "cpu_seconds"]
-SEEDS = (1, 2, 3, 4, 5)  # settings were chosen on 101 and 102
+PATH, TUNING, SWITCH = (HERE / f"wsrl_{name}.csv" for name in ("study", "tuning", "switch"))
+COLUMNS = ["task", "arm", "seed", "env_steps", "return", "data_return", "kept_bytes", "cpu_seconds", "lr"]
+SEEDS, TUNING_SEEDS, GRID = (1, 2, 3, 4, 5), (101,), (3e-4, 1e-3, 3e-3)
 COMMON = dict(env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250)
-EXPERT = -130.0  # the swing-up script has -110 on these episodes; two evaluations in a row must reach this
 TASKS = {
     "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
     "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
 }
+EXPERT = -130.0  # the swing-up script has -110 on these episodes; two evaluations in a row must reach this
 SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
 PLAIN = dict(use_prioritized_replay=False, weighted_loss="none", retention_ratio=1.0, initial_offline_ratio=0.5)
 ARMS = {
     "scratch": dict(preset="scratch", offline_steps=0),
     "rlpd": dict(preset="rlpd", offline_steps=0) | SAME,
-    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500) | SAME,  # the paper's 5000 are longer than these runs
+    # the paper's 5000 frozen steps are longer than these runs
+    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500, online_steps=1_500) | SAME,
     "bc then SAC": dict(preset="bc"),
-    "bc then SAC, clone kept": dict(preset="bc", online_bc_weight=1.0, offline_decay_rate=0.998),
     "SAC then SAC": PLAIN,  # the design without any of its four parts
     "design": {},
+}
+PARTS = {  # of the design, each taken away
     "design - PER": dict(use_prioritized_replay=False),
     "design - weights": dict(weighted_loss="none"),
     "design - retention": dict(retention_ratio=1.0),
     "design - decay": dict(initial_offline_ratio=0.5),
 }
-ONLY_THERE = {arm: "no demos" for arm in ARMS if arm.startswith("design -")} | {
-    "scratch": "no demos"
-}  # it reads no data
-SWITCH = HERE / "wsrl_switch.csv"
 SWITCH_COLUMNS = ["arm", "seed", "env_steps", "return", "critic_return"]
 SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(online_bc_weight=1.0)}
+
+
+def run(task, arm, seed, lr):
+    """One training run -> rows for the CSV."""
+    import wsrl_warmup
+
+    folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_")
+    options = COMMON | TASKS[task] | dict(seed=seed, data_dir=str(folder / str(seed)), lr=lr)
+    start = time.process_time()  # CPU seconds of this process: other load on the machine must not count
+    with tempfile.TemporaryDirectory() as target, contextlib.redirect_stdout(io.StringIO()) as out:
+        options |= (ARMS | PARTS)[arm] | dict(run_dir=f"{target}/run")
+        wsrl_warmup.main(wsrl_warmup.Args(**options))
+        rows = [json.loads(line) for line in open(f"{target}/run/metrics.jsonl")]
+    lines = [line for line in out.getvalue().splitlines() if "episodes, return" in line]
+    best = max((float(line.split("return ")[1]) for line in lines), default=float("nan"))
+    seconds = round(time.process_time() - start, 1)
+    rows = [row for row in rows if "eval/episodic_return" in row]
+    if rows[-1]["charts/env_steps"] < 2_000:
+        sys.exit("the run was stopped")  # it is not a result
+    first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)  # the policy that goes online
+    found = []
+    for row in rows[first:]:
+        point = (row["charts/env_steps"], round(row["eval/episodic_return"], 1))
+        found.append([task, arm, seed, *point, best, row.get("buffer/offline_bytes", 0), seconds, lr])
+    return found
+
+
+def read(path=PATH):
+    """{(task, arm, seed, rate): {env_steps: return}}"""
+    curves = {}
+    for row in csv.DictReader(open(path)) if path.exists() else ():
+        for task in TASKS if row["arm"] == "scratch" else [row["task"]]:  # it reads no data: one run for both
+            key = task, row["arm"], int(row["seed"]), float(row["lr"])
+            curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
+    return curves
+
+
+def append(path, columns, rows):
+    new = not path.exists()
+    with open(path, "a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows] if new else rows)
+
+
+def tuned(task, arm):
+    """Mean return over all evaluations of the tuning seeds, by rate; all of them or none"""
+    runs = read(TUNING)
+    found = {lr: [runs.get((task, arm, seed, lr)) for seed in TUNING_SEEDS] for lr in GRID}
+    if not all(all(curves) for curves in found.values()):
+        return {}
+    return {lr: statistics.mean(x for curve in curves for x in curve.values()) for lr, curves in found.items()}
+
+
+def rate(task, arm):
+    """The best of the grid; a part is taken from the design as it was tuned. Where nothing was tuned: 1e-3."""
+    scores = tuned(task, "design" if arm in PARTS else arm)
+    return max(scores, key=scores.get) if scores else 1e-3
+
+
+def of(task, arm):
+    """Curves of the reported seeds at the arm's rate"""
+    own = rate(task, arm)
+    return [curve for key, curve in read().items() if key[:2] == (task, arm) and key[3] == own]
+
+
+def reach(curve):
+    """Environment steps until the frozen policy has the expert's level, and has it at the next evaluation, too."""
+    steps = sorted(curve)
+    good = [curve[step] >= EXPERT for step in steps]
+    return next((steps[i] for i in range(len(steps) - 1) if good[i] and good[i + 1]), float("inf"))
+
+
+def table(task, arms=ARMS):
+    """Markdown: return at 0, 500, 2000 steps, over all from 500 on: mean (worst seed); loss; steps to the expert"""
+    head = "arm | rate | return at 0 | at 500 | at 2000 steps | 500 to 2000 | most lost below the start"
+    lines = [f"| {head} | steps to the expert's level |", "|---" * 8 + "|"]
+    for arm in arms:
+        if mine := of(task, arm):
+            points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
+            points.append([statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine])
+            cells = [f"{statistics.mean(values):.0f} ({min(values):.0f})" for values in points]
+            lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
+            reached = sorted(map(reach, mine))
+            median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
+            steps = f"{median:.0f}" if median < float("inf") else "> 2000"
+            cells += [f"{lost:.0f}", f"{steps}, {done} of {len(mine)} seeds"]
+            row = f"| {arm} | {rate(task, arm):g} | {' | '.join(cells)} |"
+            lines.append(row.replace("| -", "| −").replace("(-", "(−"))
+    return "\n".join(lines)
+
+
+def tuning_table():
+    """Markdown: what the tuning seed gave at each rate, without demos"""
+    lines = ["| arm, at the rate | " + " | ".join(f"{lr:g}" for lr in GRID) + " |", "|---" * (1 + len(GRID)) + "|"]
+    for arm in ARMS:
+        scores, best = tuned("no demos", arm), rate("no demos", arm)
+        cells = [f"**{x:.0f}**" if lr == best else f"{x:.0f}" for lr, x in scores.items()]
+        lines.append(f"| {arm} | {' | '.join(cells)} |".replace("-", "−"))
+    return "\n".join(lines)
 
 
 def switch(arm, seed):
@@ -76,11 +173,9 @@ def switch(arm, seed):
         critic_return = float(np.mean([sum(row[2] for row in rows) for rows in plays]))
         return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
 
-    options = dict(
-        env_id="MountainCarContinuous-v0", preset="bc", device="cpu", sources=("demos", "suboptimal", "random")
-    )
-    options |= dict(offline_steps=1_500, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
     data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
+    options = COMMON | dict(env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random"))
+    options |= dict(batch_size=128, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
     wsrl_warmup.evaluate_policy = evaluate
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
@@ -93,160 +188,83 @@ def switch(arm, seed):
     return [[arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)]
 
 
+def switch_means(arm, name):
+    """At 0, 100, 200, 300 online steps, over the seeds; and how many these are"""
+    mine = [row for row in csv.DictReader(open(SWITCH)) if row["arm"] == arm]
+    points = [[float(row[name]) for row in mine if row["env_steps"] == str(t)] for t in (0, 100, 200, 300)]
+    return [statistics.mean(values) for values in points], len(points[0])
+
+
 def switch_table():
-    """Markdown: mean over the seeds at 0, 100, 200, 300 online steps"""
-    rows = list(csv.DictReader(open(SWITCH))) if SWITCH.exists() else []
-    lines = [
-        "| MountainCarContinuous-v0 | at the switch | after 100 steps | after 200 | after 300 | seeds |",
-        "|---" * 6 + "|",
-    ]
+    head = "| MountainCarContinuous-v0 | at the switch | after 100 steps | after 200 | after 300 | seeds |"
+    lines = [head, "|---" * 6 + "|"]
     for arm in SWITCH_ARMS:
         for name, label in (("return", "policy"), ("critic_return", "the critic's best action")):
-            mine = [row for row in rows if row["arm"] == arm]
-            means = (
-                [statistics.mean(float(r[name]) for r in mine if r["env_steps"] == str(t)) for t in (0, 100, 200, 300)]
-                if mine
-                else []
-            )
+            means, seeds = switch_means(arm, name)
             cells = " | ".join(f"{x:.1f}" for x in means).replace("-", "−")
-            if mine:
-                lines.append(f"| {arm}: {label} | {cells} | {len({row['seed'] for row in mine})} |")
+            lines.append(f"| {arm}: {label} | {cells} | {seeds} |")
     return "\n".join(lines)
 
 
-def append(path, columns, rows):
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([columns, *rows] if new else rows)
-
-
-def run(task, arm, seed):
-    """One training run -> rows for the CSV."""
-    import wsrl_warmup
-
-    data = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_") / str(seed)
-    start = time.process_time()  # CPU seconds of this process: other load on the machine must not count
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
-        options = COMMON | TASKS[task] | ARMS[arm] | dict(seed=seed, run_dir=f"{folder}/run", data_dir=str(data))
-        wsrl_warmup.main(wsrl_warmup.Args(**options))
-        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-    returns = [
-        float(line.split("return ")[1].split(",")[0]) for line in out.getvalue().splitlines() if "successes" in line
-    ]
-    seconds, best = round(time.process_time() - start, 1), max(returns, default=float("nan"))
-    rows = [row for row in rows if "eval/episodic_return" in row]
-    if rows[-1]["charts/env_steps"] < options["online_steps"]:
-        sys.exit("the run was stopped")  # it is not a result
-    first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)  # the policy that goes online
-    found = []
-    for row in rows[first:]:
-        kept = row.get("buffer/offline_bytes", 0)
-        point = (row["charts/env_steps"], round(row["eval/episodic_return"], 1))
-        found.append([task, arm, seed, *point, best, kept, seconds])
-    return found
-
-
-def read(path=PATH):
-    """{(task, arm, seed): {env_steps: return}}, and what the data have, the same way"""
-    curves, data = {}, {}
-    for row in csv.DictReader(open(path)) if path.exists() else ():
-        for task in TASKS if row["arm"] == "scratch" else [row["task"]]:  # it reads no data: one run for both
-            key = task, row["arm"], int(row["seed"])
-            curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
-            data[key] = float(row["data_return"])
-    return curves, data
-
-
-def reach(curve):
-    """Environment steps until the frozen policy has the expert's level, and has it at the next evaluation, too."""
-    steps = sorted(curve)
-    good = [curve[step] >= EXPERT for step in steps]
-    return next((steps[i] for i in range(len(steps) - 1) if good[i] and good[i + 1]), float("inf"))
-
-
-def table(task, curves, data):
-    """Markdown: return at 0, 500, 2000 steps, mean (worst seed); most lost below the start; steps to the expert"""
-    head = "arm | return at 0 | at 500 | at 2000 steps | most lost below the start | steps to the expert's level"
-    lines = [f"| {head} |", "|---" * 6 + "|"]
-    for arm in ARMS:
-        mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
-        if mine:
-            points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
-            cells = [f"{statistics.mean(values):.0f} ({min(values):.0f})" for values in points]
-            lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
-            reached = sorted(map(reach, mine))
-            median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
-            steps = f"{median:.0f}" if median < float("inf") else "> 2000"
-            cells += [f"{lost:.0f}", f"{steps}, {done} of {len(mine)} seeds"]
-            lines.append(f"| {arm} | {' | '.join(cells)} |".replace("| -", "| −").replace("(-", "(−"))
-    return "\n".join(lines)
-
-
-def plot(curves, path):
+def plot(path):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14, 4.4), layout="constrained")
+    figure = Figure(figsize=(15, 4.6), layout="constrained")
     axes = figure.subplots(1, 3)
-    shown = [arm for arm in ARMS if not arm.startswith("design -")]
     for axis, task in zip(axes, TASKS, strict=False):
-        for i, arm in enumerate(shown):
-            mine = [curve for key, curve in curves.items() if key[:2] == (task, arm)]
-            if len(mine) > 2:
+        for i, arm in enumerate(ARMS):
+            if mine := of(task, arm):
                 means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
-                label = arm if len(mine) == len(SEEDS) else f"{arm} (seeds: {len(mine)})"
                 width = 2.8 if arm == "design" else 1.3
-                axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=label, linewidth=width)
-        axis.axhline(EXPERT, color="gray", linewidth=0.8, linestyle="--")
-        axis.text(0, EXPERT + 3, "expert's level", fontsize=7, color="gray", va="bottom")
+                axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
+        axis.axhline(EXPERT, color="gray", linewidth=0.8, linestyle="--", label="expert's level")
         axis.set_yscale("symlog", linthresh=100)
         axis.set_ylim(-1700, -100)
         axis.set_yticks(ticks := [-1500, -1000, -500, -300, -200, -150, -120], [str(tick) for tick in ticks])
         axis.set(title=f"Pendulum-v1, {task}", xlabel="online environment steps after the warm-up")
         axis.set_ylabel("return of the frozen policy, mean of the seeds")
         axis.legend(fontsize=7)
-    rows = list(csv.DictReader(open(SWITCH))) if SWITCH.exists() else []
     for arm, color in zip(SWITCH_ARMS, ("C3", "C4"), strict=True):
         for name, style, what in (("return", ".-", "policy"), ("critic_return", ".:", "critic's best action")):
-            points = {
-                t: [float(r[name]) for r in rows if r["arm"] == arm and r["env_steps"] == str(t)]
-                for t in (0, 100, 200, 300)
-            }
-            means = [statistics.mean(values or [0]) for values in points.values()]
-            axes[2].plot(list(points), means, style, color=color, label=f"{arm}: {what}")
-    axes[2].set(
-        title="MountainCarContinuous-v0, a clone goes online", xlabel="online environment steps after the warm-up"
-    )
-    axes[2].set_ylabel("return, mean of the seeds")
+            axes[2].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
+    axes[2].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
+    axes[2].set_xlabel("online environment steps after the warm-up")
     axes[2].legend(fontsize=7)
-    for axis in axes:
+    for axis in figure.axes:
         axis.grid(alpha=0.3)
-        axis.title.set_size(11)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), help="one of the tasks")
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), help="these arms only")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS | PARTS), help="these arms only")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, default=PATH, help="another CSV, as for tuning seeds")
-    parser.add_argument("--table", "--plot", action="store_true", help="no training")
+    parser.add_argument("--tune", action="store_true", help="the grid, on the tuning seeds")
     parser.add_argument("--switch", action="store_true", help="the other question, see above")
+    parser.add_argument("--table", action="store_true", help="no training")
     options = parser.parse_args()
-    have = {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))} if SWITCH.exists() else set()
-    for seed in options.seeds if options.switch else ():
-        for arm in [arm for arm in SWITCH_ARMS if (arm, seed) not in have]:
+    pairs = [(task, arm) for task in TASKS for arm in options.arms if options.task in (None, task)]
+    # the parts are a question of one task, and so is --tune; wsrl was not measured with one demo
+    pairs = [(t, a) for t, a in pairs if t == "no demos" or a not in (*PARTS, "scratch", "wsrl")]
+    if options.table:
+        jobs, path = [], PATH
+    elif options.switch:
+        have = {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))} if SWITCH.exists() else set()
+        for arm, seed in [(a, s) for s in options.seeds for a in SWITCH_ARMS if (a, s) not in have]:
             append(SWITCH, SWITCH_COLUMNS, switch(arm, seed))
-    print(switch_table())
-    done, _ = read(options.out)
-    jobs = [(t, a, s) for s in options.seeds for t in TASKS for a in options.arms if options.task in (None, t)]
-    jobs = [job for job in jobs if job not in done and ONLY_THERE.get(job[1], job[0]) == job[0]]
-    for job in [] if options.table or options.switch else jobs:
+        jobs, path = [], PATH
+    elif options.tune:
+        pairs = [(task, arm) for task, arm in pairs if task == "no demos" and arm not in PARTS]
+        jobs, path = [(*pair, seed, lr) for seed in TUNING_SEEDS for pair in pairs for lr in GRID], TUNING
+    else:
+        jobs, path = [(*pair, seed, rate(*pair)) for seed in options.seeds for pair in pairs], PATH
+    done = read(path)
+    for job in [job for job in jobs if job not in done]:
         rows = run(*job)
-        append(options.out, COLUMNS, rows)
-        print(f"{job}: {[round(row[4]) for row in rows]}, {rows[-1][-1]} CPU seconds", flush=True)
-    curves, data = read(options.out)
+        append(path, COLUMNS, rows)
+        print(f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True)
     for task in TASKS:
-        print(f"\nPendulum-v1, {task}\n{table(task, curves, data)}")
-    if curves and options.out == PATH:
-        plot(curves, HERE.parent / "docs" / "wsrl_study.png")
+        print(f"\nPendulum-v1, {task}\n{table(task)}")
+    print(f"\nParts of the design\n{table('no demos', PARTS)}\n\nTuning\n{tuning_table()}\n\n{switch_table()}")
+    plot(HERE.parent / "docs" / "wsrl_study.png")

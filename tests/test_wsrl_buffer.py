@@ -1,6 +1,7 @@
 """wsrl_warmup.py: prioritized draws, retention, what a mixed batch holds."""
 
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,14 @@ from wsrl_warmup import (
     Args,
     PrioritizedReplayBuffer,
     WarmupAgent,
-    data_weight,
     filter_offline_data,
-    importance_weights,
     row_dtype,
     sample_mixed,
 )
 
 D, A = 3, 2
-DTYPE = row_dtype(D, A)
+BOX = types.SimpleNamespace
+DTYPE = row_dtype(BOX(observation_space=BOX(shape=(D,)), action_space=BOX(shape=(A,))))
 
 
 def rows(n, **columns):
@@ -45,8 +45,8 @@ def test_probabilities_importance_weights_and_draws():
     probabilities = rb.priorities / rb.priorities.sum()
     assert probabilities == pytest.approx([0.148230, 0.224674, 0.286555, 0.340542], abs=1e-6)
     for beta, expected in ((0.4, [1, 0.846745, 0.768229, 0.716978]), (1.0, [1, 0.659754, 0.517282, 0.435275])):
-        weights = importance_weights(probabilities, 4, beta)
-        assert weights / weights.max() == pytest.approx(expected, abs=1e-6)
+        inds, weights = rb.sample(999, beta, np.random.default_rng(0))
+        assert weights / weights.max() == pytest.approx(np.array(expected)[inds], abs=1e-6)
     inds, weights = rb.sample(40_000, 1.0, np.random.default_rng(0))
     assert weights == pytest.approx(1 / (4 * probabilities[inds]))
     assert np.bincount(inds, minlength=4) / 40_000 == pytest.approx(probabilities, abs=0.01)
@@ -92,34 +92,29 @@ def test_retention_keeps_the_best():
         kept = filter_offline_data(buffer(10, obs=np.arange(10), **{name: values}), 0.2, by)
         assert kept.rows["obs"][:, 0].tolist() == [1, 9] and len(kept) == len(kept.rows) == 2  # arrays of its own
     assert [len(filter_offline_data(buffer(n), 0.2)) for n in (7, 4)] == [1, 1]
+    assert len(filter_offline_data(buffer(4), 0.0)) == 0  # nothing kept is an empty buffer
     whole = buffer(4)
     assert filter_offline_data(whole, 1.0) is whole
 
 
 def test_retention_by_td_error_and_its_priorities():
-    agent = WarmupAgent(D, A, args=Args(hidden_size=16))
+    agent = WarmupAgent(Args(hidden_size=16), [1.0] * A, np.zeros(D), np.ones(D))
     rb = buffer(5, obs=np.arange(5), rewards=[0.0, 9.0, 0.1, -8.0, 0.2])  # masks 0: td = Q - r
-    state = torch.get_rng_state()
     kept = filter_offline_data(rb, 0.4, "td_error", agent)
     assert kept.rows["obs"][:, 0].tolist() == [1, 3]  # the size of the error, not its sign
-    assert torch.equal(state, torch.get_rng_state())
     kept = filled([5.0, 1.0, 3.0, 2.0, 4.0], 1.0).select_top_k(np.array([0, 9, 1, 8, 2]), 2)
     assert kept.priorities == pytest.approx([1.0, 2.0]) and kept.max_priority == pytest.approx(5)
-
-
-def test_source_weight_bonus():
-    assert data_weight(2.0, 0.5, False, 1.5) == 2 and data_weight(2.0, 0.5, True, 1.5) == 3
-    assert data_weight(1.0, 0.9, False, 1.5) > data_weight(1.0, 0.2, False, 1.5) > 0
 
 
 def test_mixed_batch_is_shuffled_and_errors_find_their_rows():
     offline = buffer(50, 1.0, obs=1.0, rewards=np.arange(50))
     online = buffer(50, 1.0, obs=2.0, rewards=100 + np.arange(50))
     rng = np.random.default_rng(0)
-    batch, take_back = sample_mixed(Args(), (offline, online), (20, 12), 0.4, rng, "cpu")
+    batch, draws = sample_mixed(Args(), (offline, online), (20, 12), 0.4, rng, "cpu")
     source = batch["obs"][:, 0]
     assert (source == 1).sum() == 20 and (source == 2).sum() == 12 and not (source[:20] == 1).all()
-    take_back(batch["rewards"].numpy())  # an error that tells the row
+    for rb, inds, place in draws:
+        rb.update_priorities(inds, batch["rewards"].numpy()[place])  # an error that tells the row
     for rb, mark, first in ((offline, 1, 0), (online, 2, 100)):
         seen = np.unique(batch["rewards"][source == mark].numpy()).astype(int)
         assert rb.priorities[seen - first] == pytest.approx(seen + 1e-6)

@@ -20,11 +20,10 @@ from wsrl_warmup import (
     make_sources,
     read_source,
     return_to_go,
-    row_dtype,
 )
 
 ARGS = Args(env_id="Pendulum-v1")  # 3 observations, 1 action within +-2
-CONVERT = (*make_env("Pendulum-v1")[1:], row_dtype(3, 1))
+ENV = make_env("Pendulum-v1")
 
 
 def walk(n=6, start=0.0, **others):
@@ -44,19 +43,21 @@ def save(path, columns):
 
 def refused(path, *words):
     with pytest.raises(SystemExit) as end:
-        load_offline_data(ARGS, [f"demos={path}"], *CONVERT)
+        load_offline_data(ARGS, [f"demos={path}"], ENV)
     assert "\n" not in end.value.code and all(word in end.value.code for word in words), end.value.code
 
 
 def test_npz_reaches_the_buffer(tmp_path, capsys):
-    rows, number, returns = load_offline_data(ARGS, [save(tmp_path / "a.npz", walk(terminations=LAST))], *CONVERT)
+    rows, number, returns = load_offline_data(ARGS, [save(tmp_path / "a.npz", walk(terminations=LAST))], ENV)
     assert rows["actions"][:, 0] == pytest.approx(np.linspace(-1, 1, 6))  # the environment's +-2 is the policy's +-1
     assert rows["rewards"] == pytest.approx(np.full(6, 0.1))  # reward_scale of Pendulum
     assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {"demos": 6.0} and set(number) == {0}
     assert rows["returns"] == pytest.approx(return_to_go(np.full(6, 0.1), 0.99))
-    assert capsys.readouterr().out == "demos: 1 episodes, 6 rows, return 6.0, successes 1\n"
-    rows, *_ = load_offline_data(ARGS, [save(tmp_path / "a.npz", walk(truncations=LAST))], *CONVERT)
-    assert (rows["masks"] == 1).all() and "successes 0" in capsys.readouterr().out  # cut off: bootstraps, no success
+    assert rows["weights"] == pytest.approx(2 * (0.5 + 2 / 3) * 1.5)  # demos, quality (1 + 0.5 + 0.5) / 3, success
+    assert capsys.readouterr().out == "demos: 1 episodes, return 6.0\n"
+    rows, *_ = load_offline_data(ARGS, [save(tmp_path / "a.npz", walk(truncations=LAST))], ENV)
+    assert (rows["masks"] == 1).all()  # cut off: it bootstraps, and is no success
+    assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
 
 
 def test_sources_weights_and_names(tmp_path, monkeypatch):
@@ -65,13 +66,13 @@ def test_sources_weights_and_names(tmp_path, monkeypatch):
         save(tmp_path / f"lr=0.1,tau=1/{x}.npz", walk(start=10.0 * i, truncations=LAST)) for i, x in enumerate("abc")
     )
     specs = [f"demos={a}", f"demos={b}:3.5", f"random={c}", f"mine={c}", a]
-    rows, number, returns = load_offline_data(ARGS, specs, *CONVERT)
+    rows, number, returns = load_offline_data(ARGS, specs, ENV)
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
     weights = np.array([2.0, 3.5, 0.5, 1.0, 2.0]).repeat(6) * 5 / 6
     assert rows["weights"] == pytest.approx(weights) and list(returns) == ["demos", "random", "mine"]
     assert number.tolist() == np.arange(5).repeat(6).tolist()
     monkeypatch.chdir(tmp_path)
-    assert list(load_offline_data(ARGS, ["./lr=0.1,tau=1/a.npz:2.5"], *CONVERT)[2]) == ["demos"]
+    assert list(load_offline_data(ARGS, ["./lr=0.1,tau=1/a.npz:2.5"], ENV)[2]) == ["demos"]
 
 
 def transitions(**others):
@@ -157,7 +158,7 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert [(s.start, s.stop) for s in episode_slices(walk(6))] == [(0, 6)]
     ended = walk(6, terminations=np.arange(6) == 1, truncations=np.arange(6) == 3)
     assert [s.stop for s in episode_slices(ended)] == [2, 4, 6]
-    rows, *_ = load_offline_data(ARGS, [save(tmp_path / "a.npz", cut)], *CONVERT)
+    rows, *_ = load_offline_data(ARGS, [save(tmp_path / "a.npz", cut)], ENV)
     assert rows["returns"] == pytest.approx([0.29701, 0.199, 0.1] * 2)
 
 
@@ -181,7 +182,7 @@ def test_quality_by_hand_and_monotone():
 def test_sources_made_here(tmp_path):
     args = Args(env_id="Pendulum-v1", data_size=400)
     specs = make_sources(args, ("demos", "suboptimal", "random"), tmp_path)
-    rows, _, returns = load_offline_data(args, specs, *CONVERT)
+    rows, _, returns = load_offline_data(args, specs, ENV)
     assert returns["demos"] > -500 > returns["random"] and returns["demos"] > returns["suboptimal"] > returns["random"]
     assert len(rows) == 1200 and np.abs(rows["actions"]).max() <= 1
     before = (tmp_path / "demos.npz").read_bytes()
@@ -190,4 +191,4 @@ def test_sources_made_here(tmp_path):
         args, ("demos", "random"), tmp_path
     )  # as after a kill: what is there stays, what is missing comes again
     assert (tmp_path / "demos.npz").read_bytes() == before
-    assert (load_offline_data(args, specs, *CONVERT)[0] == rows).all()
+    assert (load_offline_data(args, specs, ENV)[0] == rows).all()

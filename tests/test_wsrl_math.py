@@ -14,11 +14,10 @@ from wsrl_warmup import (
     Args,
     WarmupAgent,
     batch_weights,
-    beta_at,
     calibrate,
-    compare_at_switch,
     conservative_gap,
     offline_ratio_at,
+    priority_beta_schedule,
     return_to_go,
     split_rows,
     td_target,
@@ -28,7 +27,8 @@ N, D, A = 12, 4, 2
 
 
 def make_agent(scale=1.0, **options):
-    return WarmupAgent(D, A, "cpu", Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options), scale)
+    args = Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options)
+    return WarmupAgent(args, [scale] * A, np.zeros(D), np.ones(D))
 
 
 def make_batch(seed=0):
@@ -60,7 +60,7 @@ def test_offline_share_and_split_of_256():
 
 
 def test_numbers_of_the_design():
-    assert [beta_at(t) for t in (0, 0.25, 0.5, 1, 1.5)] == pytest.approx([0.4, 0.55, 0.7, 1, 1])
+    assert [priority_beta_schedule(t) for t in (0, 0.25, 0.5, 1, 1.5)] == pytest.approx([0.4, 0.55, 0.7, 1, 1])
     assert return_to_go([1, 2, 3], 0.9) == pytest.approx([5.23, 4.7, 3])
     rewards, q_values, bonus = torch.ones(1), torch.tensor([[10.0], [12.0]]), 0.2 * 1.5
     assert td_target(rewards, torch.ones(1), q_values, 0.99, bonus).item() == pytest.approx(11.197)
@@ -155,8 +155,7 @@ def test_the_core_is_that_of_sac_hybrid(critics):
     """Everything extra off: the same losses and weights, bit for bit, after updates of both kinds."""
     shared = dict(hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, tau=0.01, backup_entropy=True)
     shared |= dict(num_critics=critics[0], num_sampled_critics=critics[1])
-    ours = WarmupAgent(D, A, "cpu", Args(**shared))
-    theirs = WarmupAgent(D, A, "cpu", Args(**shared))
+    ours, theirs = make_agent(**shared), make_agent(**shared)
     theirs.__class__ = type("Plain", (sac_hybrid.SAC,), {})  # their update, our encoder and initial weights
     theirs.more_critic_losses = theirs.more_actor_losses = lambda *_: {}
     for i in range(4):
@@ -197,12 +196,6 @@ def test_cloning_regresses_the_actions_offline_and_fades_online():
     assert "bc_loss" in agent.update(batch) and "bc_loss" not in make_agent().update(batch)
 
 
-def test_the_line_at_the_switch():
-    returns = dict(demos=-300.0, suboptimal=-700.0)
-    assert compare_at_switch(returns, -150.0).endswith("of the policy -150.0: trust the policy")
-    assert compare_at_switch(returns, -500.0).endswith("suboptimal -700.0; of the policy -500.0: trust the data")
-
-
 def test_nan_never_reaches_the_weights():
     agent = make_agent()
     agent.update(make_batch())
@@ -219,12 +212,11 @@ def test_nan_never_reaches_the_weights():
 
 
 def test_load_gives_the_same_agent(tmp_path):
-    agent = make_agent(dropout=0.1)
-    agent.normalise_by(np.full(D, 0.5), np.ones(D))
+    agent = WarmupAgent(Args(hidden_size=16, dropout=0.1), [1.0] * A, np.full(D, 0.5), np.ones(D))
     for i in range(3):
         agent.update(make_batch(i))
     torch.save(agent.checkpoint(), tmp_path / "final_model.pth")
-    other = WarmupAgent(D, A).load(tmp_path / "final_model.pth")  # widths and options come from the file
+    other = WarmupAgent.load(tmp_path / "final_model.pth")  # widths and options come from the file
     assert (other.act(np.ones(D, np.float32)) == agent.act(np.ones(D, np.float32))).all()
     assert agent.update(make_batch(7))["critic_loss"] == other.update(make_batch(7))["critic_loss"] and same(
         agent, other

@@ -1,12 +1,8 @@
-"""wsrl_warmup.py: whole runs, two stages as two commands, resume after a kill, what off means, bad input, the page."""
+"""wsrl_warmup.py: whole runs, two stages as two commands, resume after a kill, what off means, bad input."""
 
-import csv
 import gc
-import importlib.util
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +24,7 @@ from wsrl_warmup import Args, main
 TINY = dict(offline_steps=20, online_steps=30, batch_size=8, hidden_size=16, eval_episodes=1, eval_every=0)
 TINY |= dict(log_interval=5, buffer_size=100, device="cpu", data_size=200)
 CLOSE = wsrl_warmup.Run.close
+ENV = wsrl_warmup.make_env("Pendulum-v1")
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +66,11 @@ def assert_same_run(a, b):
 
 
 TABLE = {  # of the page
-    "design": ("sac", 50_000, 0, 0.5, 1.0, 0.999, 0.5, 2, 1, True, "both"),
-    "wsrl": ("calql", 50_000, 5000, 0.0, 0.0, 1.0, 0.0, 10, 4, False, "none"),
+    "design": ("sac", 1_500, 0, 0.5, 1.0, 0.999, 0.5, 2, 1, True, "both"),
+    "wsrl": ("calql", 1_500, 5000, 0.0, 0.0, 1.0, 0.0, 10, 4, False, "none"),
     "rlpd": ("sac", 0, 0, 1.0, 0.5, 1.0, 0.5, 10, 20, False, "none"),
     "scratch": ("sac", 0, 0, 0.0, 0.0, 1.0, 0.0, 2, 1, False, "none"),
-    "bc": ("bc", 50_000, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
+    "bc": ("bc", 1_500, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
 }
 NAMES = "offline_objective offline_steps warmup_rollout_steps retention_ratio initial_offline_ratio offline_decay_rate"
 NAMES += " min_offline_ratio num_critics utd_ratio use_prioritized_replay weighted_loss"
@@ -82,20 +79,30 @@ NAMES += " min_offline_ratio num_critics utd_ratio use_prioritized_replay weight
 @pytest.mark.parametrize("preset", TABLE)
 def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys, monkeypatch):
     monkeypatch.setattr(wsrl_warmup.Run, "close", CLOSE if preset == "design" else lambda *_: None)
-    args = Args(preset=preset, env_id="Any-v0")
+    args = Args(preset=preset)
     assert tuple(getattr(args, name) for name in NAMES.split()) == TABLE[preset] and args.layer_norm
     assert Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3  # an explicit option wins
-    own = dict(offline_steps=0, learning_starts=5) if preset in ("rlpd", "scratch") else dict(warmup_rollout_steps=5)
+    own = dict(learning_starts=5) if preset in ("rlpd", "scratch") else dict(warmup_rollout_steps=5, online_steps=25)
+    own |= dict(offline_steps=0) if preset in ("rlpd", "scratch") else {}
     metrics = run(tmp_path / "run", data, preset=preset, utd_ratio=2, **own)
     out, lines = capsys.readouterr().out, rows(tmp_path / "run")
     assert metrics["charts/env_steps"] == 30 and f"preset {preset}: " in out
-    assert ("switch: return of the data suboptimal -" in out) == (preset not in ("rlpd", "scratch"))
+    assert ("switch: return of suboptimal -" in out) == (preset not in ("rlpd", "scratch"))
     assert lines[-1]["buffer/offline_size"] == 400 * args.retention_ratio and lines[-1]["buffer/online_size"] == 30
     assert (tmp_path / "run" / "final_model.pth").exists()
     if preset == "design":
         assert json.loads((tmp_path / "run" / "args.json").read_text())["retention_ratio"] == 0.5
         assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 50
         assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("policy, trusted", [(-1.0, "policy"), (-1e4, "data")])
+def test_the_switch_says_which_to_trust(policy, trusted, tmp_path, data, capsys, monkeypatch):
+    monkeypatch.setattr(wsrl_warmup, "evaluate_policy", lambda *_: {"eval/episodic_return": policy})
+    run(tmp_path / "run", data, online_steps=1)
+    returns = {name: np.load(f"{data}/{name}.npz")["rewards"].sum() for name in ("suboptimal", "random")}
+    shown = " ".join(f"{name} {total:.1f}" for name, total in returns.items())  # one episode of each
+    assert f"switch: return of {shown}, of the policy {policy:.1f}: trust the {trusted}" in capsys.readouterr().out
 
 
 def test_offline_share_over_a_run(tmp_path, data):
@@ -112,7 +119,7 @@ def test_offline_share_over_a_run(tmp_path, data):
 def test_two_commands_are_one_run(own, tmp_path, data):
     """The design document's pair: the second names checkpoint and kept rows, no --stage, and overwrites neither."""
     hand = own | dict(checkpoint_path=str(tmp_path / "warm.pth"))
-    hand |= {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.npz"))
+    hand |= {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.pth"))
     run(tmp_path / "both", data, **own)
     run(tmp_path / "first", data, stage="offline", **hand)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -123,14 +130,11 @@ def test_two_commands_are_one_run(own, tmp_path, data):
     assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
     one, other = state(tmp_path / "both"), state(tmp_path / "second")
     assert all(torch.equal(x, other["agent"][k]) for k, x in one["agent"].items() if isinstance(x, torch.Tensor))
-    if "filtered_data_path" in hand:  # it is a data file like any other, too
-        convert = (*wsrl_warmup.make_env("Pendulum-v1")[1:], wsrl_warmup.row_dtype(3, 1))
-        again, *_ = wsrl_warmup.load_offline_data(Args(**TINY), [hand["filtered_data_path"]], *convert)
-        kept = one["offline_rb"]["rows"].numpy().view(convert[-1])
-        assert again["actions"] == pytest.approx(kept["actions"], abs=1e-6) and len(kept) == (400 if own else 200)
-        assert again["rewards"] == pytest.approx(kept["rewards"], rel=1e-5)
-        with pytest.raises(SystemExit, match="is not one of a run"):
-            run(tmp_path / "third", data, stage="online", checkpoint_path=str(tmp_path / "first/final_model.pth"))
+    if "filtered_data_path" in hand:
+        assert len(torch.load(hand["filtered_data_path"])["priorities"]) == (400 if own else 200)
+    for wrong in ("checkpoint_path", "filtered_data_path"):
+        with pytest.raises(SystemExit, match="final_model.pth does not hold what is needed"):
+            run(tmp_path / "third", data, **hand | {wrong: str(tmp_path / "first/final_model.pth")})
 
 
 class Killed(BaseException):
@@ -164,6 +168,27 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
             run(folder, data, **own, save_every=7)
         run(folder, data, **own, save_every=7, resume=True)
         assert_same_run(folder, tmp_path / "whole")
+
+
+def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
+    write = wsrl_warmup.save_checkpoint
+    for kill_at in (3, 4, 5):  # checkpoints after 7 and 14 updates, then kept rows, warm-up, checkpoint
+        calls, folder = [], tmp_path / str(kill_at)
+
+        def dying(path, state, calls=calls, kill_at=kill_at):
+            write(path, state)
+            calls.append(path.name)
+            if len(calls) == kill_at:
+                raise Killed
+
+        hand = dict(stage="offline", filtered_data_path=f"{folder}/new/kept.pth", save_every=7)
+        hand |= dict(checkpoint_path=f"{folder}/new/warm.pth")
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(wsrl_warmup, "save_checkpoint", dying)
+            run(folder / "run", data, **hand)
+        run(folder / "run", data, **hand, resume=True)
+        assert sorted(path.name for path in (folder / "new").iterdir()) == ["kept.pth", "warm.pth"]
+    assert calls == ["latest.pth", "latest.pth", "kept.pth", "warm.pth", "latest.pth"]
 
 
 def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
@@ -222,10 +247,16 @@ def test_an_arm_that_fails_costs_nothing_learned(fault, tmp_path, data, monkeypa
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_no_action_answers_a_nan_of_reset():
+    collector = wsrl_warmup.Collector(Args(), gym.wrappers.TransformObservation(ENV, lambda obs: obs * np.nan, None))
+    with pytest.raises(ValueError, match="gave the observation"):
+        collector.act(None, 1, random=True)
+
+
 def test_an_episode_that_cannot_be_played_again_is_left(tmp_path, data, monkeypatch):
     run(tmp_path / "run", data)
     saved = state(tmp_path / "run")["collector"]
-    collector = wsrl_warmup.Collector(Args(**TINY), wsrl_warmup.make_env("Pendulum-v1")[0], wsrl_warmup.row_dtype(3, 1))
+    collector = wsrl_warmup.Collector(Args(**TINY), ENV)
     collector.load_state_dict(saved)
     assert np.array_equal(collector.obs, saved["obs"].numpy()) and len(collector.actions) == 30
     collector.load_state_dict(saved | dict(obs=saved["obs"] + 1))
@@ -233,13 +264,14 @@ def test_an_episode_that_cannot_be_played_again_is_left(tmp_path, data, monkeypa
 
 
 def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
-    run(tmp_path / "run", data, preset="wsrl", warmup_rollout_steps=30, checkpoint_path=str(tmp_path / "warm.pth"))
+    hand = dict(warmup_rollout_steps=30, online_steps=0, checkpoint_path=str(tmp_path / "warm.pth"))
+    run(tmp_path / "run", data, preset="wsrl", **hand)
     before, after = torch.load(tmp_path / "warm.pth", weights_only=True), state(tmp_path / "run")
     assert all(torch.equal(x, after["agent"][k]) for k, x in before["agent"].items() if isinstance(x, torch.Tensor))
     moments = [s["agent"]["_extra_state"]["optimizers"][0]["state"][0] for s in (before, after)]
     assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"]) and moments[0]["step"] == moments[1]["step"]
-    stored = after["online_rb"]["rows"].numpy().view(wsrl_warmup.row_dtype(3, 1))
-    agent = wsrl_warmup.WarmupAgent(3, 1).load(before)
+    stored = after["online_rb"]["rows"].numpy().view(wsrl_warmup.row_dtype(ENV))
+    agent = wsrl_warmup.WarmupAgent.load(tmp_path / "warm.pth")
     for step, row in zip(range(21, 51), stored, strict=True):  # the policy's sample, not its mean, not a random action
         noise = np.random.default_rng([1, 3, step]).standard_normal(1, np.float32)
         assert row["actions"] == pytest.approx(agent.act(row["obs"], noise))
@@ -250,9 +282,10 @@ def test_offline_arrays_are_released(tmp_path, data, monkeypatch):
     buffers, alive = [], []
     make, step = wsrl_warmup.PrioritizedReplayBuffer.__init__, wsrl_warmup.Collector.step
 
-    def watch_make(self, *args):
-        buffers.append(weakref.ref(self))
-        make(self, *args)
+    def watch_make(self, capacity, dtype, alpha, rows=()):
+        if len(rows):
+            buffers.append(weakref.ref(self))
+        make(self, capacity, dtype, alpha, rows)
 
     def watch_step(self, action):
         gc.collect()
@@ -262,9 +295,9 @@ def test_offline_arrays_are_released(tmp_path, data, monkeypatch):
     monkeypatch.setattr(wsrl_warmup.PrioritizedReplayBuffer, "__init__", watch_make)
     monkeypatch.setattr(wsrl_warmup.Collector, "step", watch_step)
     run(tmp_path / "wsrl", data, preset="wsrl", num_critics=2, warmup_rollout_steps=3, online_steps=3)
-    assert set(alive) == {1}  # the online buffer
+    assert set(alive) == {0}  # of what was read from files
     run(tmp_path / "design", data, online_steps=3)
-    assert set(alive[3:]) == {2}  # and what was kept
+    assert set(alive[6:]) == {1}  # what was kept
 
 
 def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
@@ -318,6 +351,8 @@ def test_what_reaches_an_update(tmp_path, data, monkeypatch):
 class Ends(gym.Env):
     """Terminates at the third step, or is cut off there."""
 
+    observation_space, action_space, scale = gym.spaces.Box(0, 9, (3,)), gym.spaces.Box(-1, 1, (1,)), [1.0]
+
     def __init__(self, terminated):
         self.terminated = terminated
 
@@ -333,9 +368,8 @@ class Ends(gym.Env):
 
 @pytest.mark.parametrize("terminated", [True, False])
 def test_only_a_termination_ends_the_value(terminated):
-    collector = wsrl_warmup.Collector(Args(reward_scale=1.0), Ends(terminated), wsrl_warmup.row_dtype(3, 1))
-    agent = wsrl_warmup.WarmupAgent(3, 1)
-    stored = [collector.step(collector.act(agent, step, random=True))[0] for step in range(4)]
+    collector = wsrl_warmup.Collector(Args(reward_scale=1.0), Ends(terminated))
+    stored = [collector.step(collector.act(None, step, random=True))[0] for step in range(4)]
     assert [row["masks"] for row in stored] == [1, 1, float(not terminated), 1]
     assert stored[2]["next_obs"][0] == 3 and stored[3]["obs"][0] == 0  # the true last frame, then a new episode
     assert collector.episodes == [[3.0, 3]]
@@ -375,12 +409,11 @@ def test_normalised_by_the_offline_statistics(tmp_path, data):
 BAD = ["--retention-ratio 0", "--offline-decay-rate 1.5", "--min-offline-ratio 0.9 --initial-offline-ratio 0.5"]
 BAD += [
     "--batch-size 0",
-    "--num-critics 1",
     "--preset nonsense",
     "--stage offline",
     "--learner --checkpoint-path absent",
 ]
-BAD += ["--preset scratch --offline-data a.npz", "--lr nan", "--resume", "--preset wsrl --filtered-data-path k.npz"]
+BAD += ["--preset scratch --offline-data a.npz", "--lr nan", "--resume"]
 
 
 @pytest.mark.parametrize("flags", BAD)
@@ -392,17 +425,14 @@ def test_values_that_make_no_sense_are_refused(flags, tmp_path, monkeypatch, cap
 
 
 def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "kept.npz").touch()
+    (tmp_path / "kept.pth").touch()
     (tmp_path / "warm.pth").touch()
-    for own in (
-        dict(stage="both", checkpoint_path="warm.pth"),
-        dict(checkpoint_path="no.pth", filtered_data_path="kept.npz"),
-    ):
-        with pytest.raises(ValueError, match="exists"):
+    kept = dict(checkpoint_path="no.pth", filtered_data_path="kept.pth")
+    for own in (dict(stage="both", checkpoint_path="warm.pth"), kept):
+        with pytest.raises(ValueError, match="nothing is overwritten"):
             Args(**{k: str(tmp_path / v) if "path" in k else v for k, v in own.items()})
-    for flags in (["--env-id", "CartPole-v1"], ["--offline-data", f"demos={tmp_path}/absent.npz"]):
-        with pytest.raises(SystemExit, match="CartPole|absent.npz"):
-            main(tyro.cli(Args, args=[*flags, "--run-dir", f"{tmp_path}/run"]))
+    with pytest.raises(SystemExit, match="absent.npz"):
+        main(tyro.cli(Args, args=["--offline-data", f"demos={tmp_path}/absent.npz", "--run-dir", f"{tmp_path}/run"]))
     assert not (tmp_path / "run").exists()
 
 
@@ -423,42 +453,6 @@ def test_names_of_the_design_work(tmp_path):
 
 def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
     """No script for this environment: policies of the middle and of the end of a run play the episodes."""
-    monkeypatch.setitem(
-        wsrl_warmup.TASKS, "ShortPendulum-v1", TINY | dict(learning_starts=5, tau=0.1, lr=1e-3, reward_scale=1.0)
-    )
-    args = Args(env_id="ShortPendulum-v1", data_size=22, device="cpu")
+    args = Args(**TINY | dict(env_id="ShortPendulum-v1", data_size=22))
     wsrl_warmup.make_sources(args, ("demos", "suboptimal"), tmp_path)
     assert all(len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 22 for name in ("demos", "suboptimal"))
-
-
-PAGE = ROOT / "docs" / "wsrl_warmup.md"
-
-
-def test_commands_of_the_page_and_the_docstring_parse():
-    text = PAGE.read_text() + wsrl_warmup.__doc__
-    commands = re.findall(r"^ *python wsrl_warmup\.py([^#\n]*)", text, re.M)
-    assert len(commands) > 8
-    for flags in commands:
-        tyro.cli(Args, args=shlex.split(flags))
-
-
-def test_logged_keys_are_in_the_pages_table_and_back(tmp_path, data):
-    own = dict(offline_objective="calql", online_bc_weight=1.0, online_steps=230, early_stop_patience=30, eval_every=5)
-    run(tmp_path / "run", data, **own)
-    logged = set().union(*(json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
-    table = re.split(r"\n## ", PAGE.read_text().split("## What it logs")[1])[0]
-    keys = {key for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for key in re.findall(r"`([^`]+)`", cell)}
-    assert logged == keys
-
-
-def test_tables_of_the_page_are_the_raw_data():
-    spec = importlib.util.spec_from_file_location("wsrl_study", ROOT / "benchmark" / "wsrl_study.py")
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
-    assert list(csv.reader(open(study.PATH)))[0] == study.COLUMNS
-    curves, data = study.read()
-    for task in study.TASKS:
-        lines = study.table(task, curves, data).splitlines()
-        missing = [line for line in lines if line not in PAGE.read_text()]
-        assert len(lines) > 4 and not missing, missing
-    assert study.switch_table() in PAGE.read_text()
