@@ -20,9 +20,7 @@ Shapes: B rollouts in groups of n, P prompt tokens, R tokens of all turns, V voc
 
     python het_grpo.py                                          # locks, CPU, two minutes
     python het_grpo.py --method baseline --use-experience-replay
-    python het_grpo.py --env benchmark/lake.py:Lake --max-turns 10    # hidden lakes, in words
     python het_grpo.py --env game.py:Game --experience-pool advice.jsonl
-    python het_grpo.py --model-name FOLDER --chat-template --env game.py:Game --max-turn-tokens 16
     torchrun --nproc-per-node 2 het_grpo.py                     # two processes
 """
 
@@ -107,8 +105,7 @@ class Args:
 
     # optimization
     num_iterations: int = 150  # rollout + update rounds
-    learning_rate: float = 2e-3  # the highest; by default it falls linearly to 0
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"  # its shape
+    learning_rate: float = 2e-3  # the highest; it falls linearly to 0
     warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
     update_epochs: int = 1  # passes over the rollouts of an iteration
@@ -140,8 +137,8 @@ class Args:
     off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
-    # replay; published, and worse here: --replay-old-logp recorded --replay-loss shape
-    # --retire-solved --experience-lbound 0 --bucket-weights normal --replay-start-ratio 0.35
+    # replay; as published: --replay-old-logp recorded --replay-loss shape --retire-solved
+    # --experience-lbound 0
     use_experience_replay: bool = False  # recorded successes come back into their task's group
     exp_ratio: float = 0.5  # share of an iteration's tasks taken from the replay pool
     exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when stored
@@ -149,16 +146,14 @@ class Args:
     experience_rbound: int | None = None  # and at most this many (None: n - 1)
     offpolicy_trajectories_per_task: int = 1  # replayed per replay task, below n
     max_trajectories_per_task: int = 8  # memory of a task; exp_select_mode says what goes
-    replay_start_ratio: float = 0.0  # begins, for good, once a batch's success rate exceeds this
-    bucket_weights: Literal["normal", "uniform"] = "uniform"  # normal: the half-known
     replay_loss: Literal["shape", "clip"] = "clip"  # surrogate of replayed tokens
     shaping_beta: float = 0.1  # shape: w / (w + this)
     replay_old_logp: Literal["recorded", "current"] = "current"  # current: their ratios start at 1
     retire_solved: bool = False  # a solved task is not drawn while others are left, and forgotten
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        zero = "seed warm_start_steps warmup_steps updated_freq sd_coef".split()
         signed = ("success_reward", "experience_lbound", "experience_rbound")
+        zero = "seed warm_start_steps warmup_steps updated_freq sd_coef".split()
         for name, value in vars(self).items():
             share = name.endswith(("ratio", "follow"))
             least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
@@ -409,12 +404,9 @@ def prompt_of(t: Trajectory, view: str) -> list[int]:
     hybrid   some tasks keep, others strip, drawn per task: all stripped unlearns to follow advice,
              all kept leans on it (HET)
     """
-    with_experience = dict(
-        behavior=t.injected,  # what the policy read when it sampled
-        training=t.injected and t.keep,  # what it is trained on
-        teacher=True,  # sd: what the teacher reads
-    )
-    return t.advised_ids if with_experience[view] else t.prompt_ids
+    # what the policy read when it sampled; what it is trained on; what the teacher of sd reads
+    advised = dict(behavior=t.injected, training=t.injected and t.keep, teacher=True)[view]
+    return t.advised_ids if advised else t.prompt_ids
 
 
 @functools.lru_cache(100_000)
@@ -472,11 +464,9 @@ class ExperienceManager:
         self.difficulty2task_dict: dict[int, set[int]] = {}  # successes of the last group -> tasks
         self.skip_uid_set: set[int] = set()  # retired: all fresh rollouts succeeded
         self.memory: dict[int, list[Trajectory]] = {}
-        self.started = False  # for good
 
     def update_difficulty2task_dict(self, fresh: list[Trajectory]):
         """A task goes to the bucket of its successes and leaves its old one."""
-        self.started |= sum(t.success for t in fresh) / len(fresh) > self.args.replay_start_ratio
         for task in dict.fromkeys(t.task for t in fresh):
             results = [t.success for t in fresh if t.task == task]
             # Replay leaves a group n - k fresh ones: all solved is solved, not n - k of n.
@@ -523,11 +513,10 @@ class ExperienceManager:
         return {s: tasks for s, tasks in buckets.items() if tasks}
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
-        """Without replacement: a bucket by its weight, then one of its tasks."""
+        """Without replacement: any bucket, then one of its tasks."""
         buckets, chosen = self.valid_tasks(), []
         while len(chosen) < count and buckets:
-            weights = bucket_weights(list(buckets), self.args.group_size, self.args.bucket_weights)
-            tasks = rng.choices(list(buckets.values()), weights)[0]
+            tasks = rng.choice(list(buckets.values()))
             chosen.append(tasks.pop(rng.randrange(len(tasks))))
             buckets = {s: tasks for s, tasks in buckets.items() if tasks}
         return chosen
@@ -549,25 +538,19 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes, each
-    in an order of its own; retired tasks are passed over as long as enough others are left."""
+    """-> (experience_tasks, on_policy_tasks): B in all, none twice. Retired tasks are left out as long
+    as enough others remain."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
-        self.args, self.manager, self.tasks, self.position = args, manager, tasks, 0
+        self.args, self.manager, self.tasks = args, manager, tasks
 
     def __call__(self, rng) -> tuple[list[int], list[int]]:
-        most = int(self.args.num_tasks * self.args.exp_ratio + 1e-9) if self.manager.started else 0
-        chosen, taken = self.manager.sample_tasks_from_replaypool(most, rng), []
-        count, others = self.args.num_tasks - len(chosen), set(self.tasks) - set(chosen)
-        active = others - self.manager.skip_uid_set
-        while len(taken) < count:
-            turn, place = divmod(self.position, len(self.tasks))
-            order = random.Random(f"{self.args.seed}/pass {turn}")
-            task = order.sample(self.tasks, len(self.tasks))[place]
-            if task in (active if len(active) >= count else others) and task not in taken:
-                taken.append(task)
-            self.position += 1
-        return chosen, taken
+        most = int(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        experience_tasks = self.manager.sample_tasks_from_replaypool(most, rng)
+        count = self.args.num_tasks - len(experience_tasks)
+        others = [task for task in self.tasks if task not in experience_tasks]
+        active = [task for task in others if task not in self.manager.skip_uid_set]
+        return experience_tasks, rng.sample(active if len(active) >= count else others, count)
 
 
 def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
@@ -601,16 +584,11 @@ def samples_to_dataproto(trajectories: list[Trajectory], device, view="training"
     off_policy = torch.tensor([[get_extra(t)["off_policy"]] for t in trajectories])
     recorded = [t.old_log_probs if t.is_experience_replay else [0.0] * len(row)
                 for t, row in zip(trajectories, responses, strict=True)]  # fmt: skip
-    data = dict(
-        ids=ids.clamp(min=0),
-        mask=(ids >= 0).long(),
-        response_mask=response_mask,
-        exp_mask=response_mask * off_policy,
-        replay_mask=pad(prefixes).clamp(min=0),
-        recorded_old_log_probs=pad(recorded),
-        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),  # (B,)
-        group_ids=torch.tensor([t.data_id for t in trajectories]),
-    )
+    data = dict(ids=ids.clamp(min=0), mask=(ids >= 0).long(), response_mask=response_mask)
+    data |= dict(exp_mask=response_mask * off_policy, replay_mask=pad(prefixes).clamp(min=0))
+    data["recorded_old_log_probs"] = pad(recorded)
+    data["rewards"] = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)  # (B,)
+    data["group_ids"] = torch.tensor([t.data_id for t in trajectories])
     return {name: x.to(device) for name, x in data.items()}
 
 
@@ -644,13 +622,6 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
     # 100 x 0.29 is 28.999999999999996 and means 29
     chosen = rng.sample(range(count), math.floor(count * share + 1e-9))
     return [i in chosen for i in range(count)]
-
-
-def bucket_weights(successes: list[int], group_size: int, kind: str) -> list[float]:
-    """Chance of each bucket; normal: tasks solved half of the time come first."""
-    width = 1 if kind == "normal" else math.inf
-    raw = [math.exp(-(((s - group_size / 2) / width) ** 2) / 2) for s in successes]
-    return [x / sum(raw) for x in raw]
 
 
 def group_advantages(rewards, group_ids):
@@ -1075,9 +1046,6 @@ def main(args: Args) -> dict[str, float]:
         shard(policy)
     parameters, lr = list(policy.parameters()), args.learning_rate
     optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
-    steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
-    kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
-    scheduler = transformers.get_scheduler(kind, optimizer, **steps)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
     play = functools.partial(collect, policy, envs, pool, dialogue, args)
@@ -1089,7 +1057,7 @@ def main(args: Args) -> dict[str, float]:
         print(f"resuming {path}, with changed options: {changed}")
         states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
         dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        done, global_step, skipped_steps, mix.position = saved["counters"]
+        done, global_step, skipped_steps = saved["counters"]
         vars(manager).update(saved["manager"])
         pool.records, rows, metrics = saved["pool"], saved["rows"], saved["rows"][-1]
     received = catch_signals()
@@ -1110,8 +1078,9 @@ def main(args: Args) -> dict[str, float]:
         iteration_start = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
         exp_rng, replay_rng = (random.Random(f"{args.seed}/{iteration}/{use}") for use in "er")
-        lr = args.learning_rate * scheduler.lr_lambdas[0](iteration - 1)  # the schedule has no state
-        optimizer.param_groups[0]["lr"] = lr
+        rise = (iteration - 1) / args.warmup_steps if args.warmup_steps else 1
+        fall = (args.num_iterations - iteration + 1) / max(1, args.num_iterations - args.warmup_steps)
+        optimizer.param_groups[0]["lr"] = lr = args.learning_rate * min(rise, fall)
 
         # 1, 2 take B tasks, retired ones skipped, some of them from the replay pool
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1190,7 +1159,7 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - iteration_start
 
         # 12 minibatch updates
-        updates, logratios, first = [], torch.zeros_like(mask), None  # (LOSSES,) each; (B,R)
+        updates, logratios = [], torch.zeros_like(mask)  # (LOSSES,) each; (B,R)
         for _ in range(args.update_epochs):
             for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
                 optimizer.zero_grad()
@@ -1203,7 +1172,6 @@ def main(args: Args) -> dict[str, float]:
                     loss, micro_stats, logratio = grpo_loss(policy, micro, num_tokens, args)
                     loss.backward()
                     stats, logratios[inds] = stats + micro_stats, logratio
-                first = logratios.abs() * ~off if first is None else first
                 sum_gradients(policy, world_size)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm
@@ -1227,7 +1195,6 @@ def main(args: Args) -> dict[str, float]:
             "global_step": global_step,
             "exp/pool_size": len(pool.records),
             "losses/skipped_steps": skipped_steps,
-            "losses/first_ratio_error": first.max().item(),
             "rollout/entropy": masked_mean(entropys, mask).item(),
             "rollout/logprob_mismatch": masked_mean(mismatch, mask * ~off).item(),
             "charts/learning_rate": lr,
@@ -1251,7 +1218,7 @@ def main(args: Args) -> dict[str, float]:
         stopping = total(torch.tensor(len(received), device=device)) > 0
         if last or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            counters = (iteration, global_step, skipped_steps, mix.position)
+            counters = (iteration, global_step, skipped_steps)
             state = dict(policy=model_state, optimizer=optimizer_state, counters=counters)
             state |= dict(rows=run.rows, args=asdict(args), pool=pool.records)
             state["manager"] = {name: x for name, x in vars(manager).items() if name != "args"}

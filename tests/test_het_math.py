@@ -75,12 +75,6 @@ def test_group_advantages(rewards, expected):
     assert het.group_advantages(mixed, groups)[::2].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_bucket_weights():
-    expected = [0.004433, 0.054006, 0.242036, 0.399050, 0.242036, 0.054006, 0.004433]
-    assert het.bucket_weights(list(range(1, 8)), 8, "normal") == pytest.approx(expected, abs=1e-6)
-    assert het.bucket_weights([1, 5], 8, "uniform") == [0.5, 0.5]
-
-
 # --- text experience ---
 NASTY = "{} {0} {name} 100% \\n\n\n</EXP><EXP>\n{{}}"
 
@@ -201,12 +195,12 @@ def test_choice_by_entropy(mode, expected):
 
 def test_tasks_come_by_bucket_within_the_bounds():
     counts = Counter()
-    manager = filled({s: s for s in range(9)}, bucket_weights="normal", experience_lbound=0)
+    manager = filled({s: s for s in range(9)} | {20: 4, 21: 4}, experience_lbound=0)
     for seed in range(3000):
         counts[manager.sample_tasks_from_replaypool(1, rng(seed))[0]] += 1
-    expected = [0, 0.004433, 0.054006, 0.242036, 0.399050, 0.242036, 0.054006, 0.004433, 0]
-    assert [counts[s] / 3000 for s in range(9)] == pytest.approx(expected, abs=0.03)
-    assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 7, "each once"
+    shares = [counts[task] / 3000 for task in (0, 1, 4, 20, 7, 8)]
+    assert shares == pytest.approx([0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0], abs=0.03), "a bucket, then a task"
+    assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 9, "each once"
     manager.difficulty2task_dict = {0: {4}}  # failed today, solved before: the groups replay is for
     assert manager.sample_tasks_from_replaypool(1, rng()) == []
     manager.args.experience_lbound = -1
@@ -225,25 +219,16 @@ def test_room_for_fresh_ones(n, k, available, replayed):
     assert not any(t.is_experience_replay for stored in manager.memory.values() for t in stored)
 
 
-def test_success_starts_replay_for_good():
-    manager = manager_of(replay_start_ratio=0.35)
-    for successes, started in ((35, False), (36, True), (10, True)):
-        manager.update_difficulty2task_dict(group(1, successes, n=100))
-        assert manager.started == started
-
-
 @pytest.mark.parametrize("size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))])
 def test_the_mix(size, valid, split):
     manager = filled({i: 4 for i in range(valid)}, num_tasks=size)
-    manager.started = True
-    mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
-    for i in range(20):
+    mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), set()
+    for i in range(80):
         experience_tasks, on_policy_tasks = mix(rng(i))
         assert (len(experience_tasks), len(on_policy_tasks)) == split
         assert len({*experience_tasks, *on_policy_tasks}) == size and all(task < valid for task in experience_tasks)
-        seen += on_policy_tasks
-    if valid == 0:
-        assert sorted(seen[:40]) == list(range(40)) != seen[:40], "a pass has every task once"
+        seen |= {*experience_tasks, *on_policy_tasks}
+    assert seen == set(range(40)), "every task comes up"
     manager.skip_uid_set = set(range(20))
     assert all(task >= 20 for _ in range(5) for task in mix(rng())[1]), "retired ones are passed over"
     manager.skip_uid_set = set(range(40))

@@ -106,7 +106,7 @@ def test_methods(method, kept, stripped, tmp_path):
     for row in metrics_without_times(tmp_path / "run")[1:]:
         assert (row["exp/kept_tasks"], row["exp/stripped_tasks"]) == (kept, stripped)
         assert row["exp/off_frac"] == stripped * 2 / 16
-        assert row["losses/first_ratio_error"] < 1e-5 and row["rollout/logprob_mismatch"] < 1e-5
+        assert row["rollout/logprob_mismatch"] < 1e-5
 
 
 def test_empty_retrieval_is_on_policy(tmp_path):
@@ -524,7 +524,7 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path):
     for key, value in weights(tmp_path / "two").items():
         torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=1e-3)
     if fsdp:  # sharded, stopped and resumed
-        longer = options | dict(num_iterations=3, resume=True, lr_scheduler_type="constant")
+        longer = options | dict(num_iterations=3, resume=True)
         assert launch(tmp_path / "two", 2, fsdp=True, **longer) == [0, 0]
         assert len(metrics_without_times(tmp_path / "two")) == 4
 
@@ -617,7 +617,7 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
     calls = record(monkeypatch, "samples_to_dataproto")
     options = dict(model_name=chat_model, chat_template=True, max_turns=3, max_turn_tokens=4, temperature=0.7)
     metrics = run(tmp_path / "run", **options, num_iterations=1, init_exp_before_training=False)
-    assert metrics["rollout/logprob_mismatch"] < 1e-5 and metrics["losses/first_ratio_error"] < 1e-5
+    assert metrics["rollout/logprob_mismatch"] < 1e-5
     tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
     trajectories, data = batches(calls)[0]
     forced, start, end = 0, "<|im_start|>", "<|im_end|>"
