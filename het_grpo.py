@@ -100,12 +100,11 @@ class Args:
     num_tasks: int = 8  # B tasks per iteration
     group_size: int = 8  # n rollouts per task, replayed ones included
     max_turn_tokens: int = 1  # tokens of one action, EOS included
-    max_context: int = 2_048  # tokens; an episode ends where the next turn would not fit
     temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
 
     # optimization
     num_iterations: int = 150  # rollout + update rounds
-    learning_rate: float = 2e-3  # the highest; it falls linearly to 0
+    learning_rate: float = 2e-3  # the highest; by default it falls linearly to 0
     warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
     update_epochs: int = 1  # passes over the rollouts of an iteration
@@ -133,7 +132,6 @@ class Args:
     init_exp_before_training: bool = True  # add what rollouts of training tasks find before step 1
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
-    off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
     off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
@@ -361,11 +359,6 @@ def load_agent(args, words: list[str]):
         lm = auto.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if not eos_ids:
-        sys.exit(f"--model-name {args.model_name}: neither tokenizer nor model names an EOS token")
-    most = getattr(lm.config, "max_position_embeddings", None) or math.inf
-    if args.max_context > most:
-        sys.exit(f"--max-context {args.max_context}: the model's positions end at {most}")
     return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
 
@@ -509,16 +502,14 @@ class ExperienceManager:
         """Buckets of the tasks that may be replayed."""
         low, high = self.args.experience_lbound, self.args.experience_rbound
         buckets = sorted(self.difficulty2task_dict.items())
-        buckets = {s: sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high}
-        return {s: tasks for s, tasks in buckets.items() if tasks}
+        return {s: sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high}
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
         """Without replacement: any bucket, then one of its tasks."""
-        buckets, chosen = self.valid_tasks(), []
-        while len(chosen) < count and buckets:
-            tasks = rng.choice(list(buckets.values()))
+        buckets, chosen = list(self.valid_tasks().values()), []
+        while any(buckets) and len(chosen) < count:
+            tasks = rng.choice([tasks for tasks in buckets if tasks])
             chosen.append(tasks.pop(rng.randrange(len(tasks))))
-            buckets = {s: tasks for s, tasks in buckets.items() if tasks}
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
@@ -747,8 +738,6 @@ def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, arg
         told = inject_experience(question, advice, args.experience_template)
         t.advised_ids = dialogue.prompt(told)
         waiting.append(prompt_of(t, "behavior"))
-        if len(waiting[-1]) >= args.max_context:
-            sys.exit(f"task {t.task}: its prompt of {len(waiting[-1])} tokens fills --max-context")
     alive, cache = list(range(len(trajectories))), transformers.DynamicCache()
     mask = torch.zeros(len(trajectories), 0, dtype=int, device=device)
     while alive:
@@ -772,9 +761,7 @@ def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, arg
                 t.reward += reward
                 t.steps.append(("assistant", turn_ids[i]))
                 waiting[i], turn_ids[i] = [new, *dialogue.reply(observation, ended)], []
-                length = len(prompt_of(t, "behavior")) + sum(len(ids) for _, ids in t.steps)
-                full = length + len(waiting[i]) + args.max_turn_tokens > args.max_context
-                if terminated or truncated or full or len(actions[i]) == args.max_turns:
+                if terminated or truncated or len(actions[i]) == args.max_turns:
                     t.success = terminated and t.reward >= args.success_reward
                     did = f"{t.topic} : " + " ".join(actions[i])
                     t.experience = info.get("experience", did) if t.success else ""
@@ -1071,8 +1058,8 @@ def main(args: Args) -> dict[str, float]:
             global_step += len(games)
         metrics, _ = validate(play, envs[0], held_out, args, 0)
         run.log({"global_step": global_step, "exp/pool_size": len(pool.records), **metrics})
-        found = sum(bool(pool.retrieve(envs[0].reset(task)[0], 1, 1)) for task in tasks)
         if run.enabled and args.uses_pool:
+            found = sum(bool(pool.retrieve(envs[0].reset(task)[0], 1, 1)) for task in tasks)
             print(f"{len(pool.records)} experiences, for {found} of {len(tasks)} training tasks")
     for iteration in range(done + 1, args.num_iterations + 1):
         iteration_start = time.time()
@@ -1120,33 +1107,30 @@ def main(args: Args) -> dict[str, float]:
 
         # 9 save, before anything is replaced
         if args.use_experience_replay:
-            means = ((entropys * mask).sum(1) / mask.sum(1)).tolist()
-            for t, row, entropy in zip(trajectories, old_log_probs.tolist(), means, strict=True):
+            for t, row, entropy, tokens in zip(trajectories, old_log_probs, entropys, mask, strict=True):
                 if not t.is_experience_replay:
-                    t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)]
-                    t.entropy, t.version = entropy, iteration
+                    t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)].tolist()
+                    t.entropy, t.version = masked_mean(entropy, tokens).item(), iteration
             storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
             manager.save_trajectories_to_memory(storable)
 
-        # 10 then recorded log-probs for what is replayed, those with advice for what is stripped
+        # 10 then recorded log-probs for what is replayed
         logprobs = old_log_probs
         if args.replay_old_logp == "recorded":
             logprobs = _replace_recorded_old_log_probs(data, logprobs)
-        sampled = torch.zeros_like(mask)  # by the sampler, which saw the advice
-        all_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
-        sampled[mask.bool()] = torch.tensor(all_logprobs).to(device)
-        stripped = off & ~data["replay_mask"].bool()
-        if args.off_old_logp == "behavior":
-            logprobs = torch.where(stripped, sampled, logprobs)
 
         # 11 group advantages, over guided, unguided and replayed members alike
         advantages = group_advantages(data["rewards"], data["group_ids"])[:, None] * mask  # (B,R)
         # A stripped failure must not push down what only the advice made likely: the push would
         # never end, since the logit of an unlikely token can fall for ever, and ratios explode.
         # So it weighs what an honest ratio says, pi(y|x) / pi(y|x,advice), at most 1.
+        sampled = torch.zeros_like(mask)  # log-probs of the sampler, which saw the advice
+        sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
+        sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
         if args.off_policy_neg == "weigh":
+            failed = off & ~data["replay_mask"].bool() & (advantages < 0)
             weights = (old_log_probs - sampled).exp().clamp(max=1.0)
-            advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
+            advantages = torch.where(failed, advantages * weights, advantages)
         if args.method == "sft":
             advantages = torch.tensor([[float(t.success)] for t in trajectories]).to(device) * mask
         if args.method == "sd":  # failures: the gradient of KL(pi(.|x) | pi_start(.|x,advice)) on
@@ -1188,8 +1172,8 @@ def main(args: Args) -> dict[str, float]:
         metrics = dict(zip(names, torch.stack(updates).mean(0).tolist(), strict=True))
         if off.any():  # watch p99: all-stripped training (EI) is known to explode
             r = total(logratios)[off].exp()
-            found = dict(mean=r.mean(), p99=r.quantile(0.99), max=r.max())
-            metrics |= {f"ratio/off_{name}": x.item() for name, x in found.items()}
+            found = (("mean", r.mean()), ("p99", r.quantile(0.99)), ("max", r.max()))
+            metrics |= {f"ratio/off_{name}": x.item() for name, x in found}
         mismatch = (old_log_probs - sampled).abs()  # of on-policy tokens: others had another prompt
         metrics |= batch_metrics(fresh, replayed, manager, iteration, args) | {
             "global_step": global_step,
@@ -1233,9 +1217,8 @@ def main(args: Args) -> dict[str, float]:
         lines = [json.dumps(record) + "\n" for record in pool.records]
         (run.dir / "experience_pool.jsonl").write_text("".join(lines))
         print(f"eval/success_rate {metrics.get('eval/success_rate', math.nan):.3f}: {run.dir}")
-    kinds = ("unguided", "guided", "unseen")
-    panels = {"success, held-out tasks": [f"eval/success_{kind}" for kind in kinds]}
-    panels["success, training"] = [f"success/{kind}" for kind in kinds[:2]]
+    names = [f"eval/success_{kind}" for kind in ("unguided", "guided", "unseen")]
+    panels = {"held-out tasks": names, "training": ["success/unguided", "success/guided"]}
     run.close("rollouts", panels | {"off-policy ratio": ["ratio/off_p99", "ratio/off_mean"]})
     return metrics
 

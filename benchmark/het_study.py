@@ -1,8 +1,10 @@
-"""Does experience help an agent more than imitating its own successes? Equal rollouts, equal start, two games.
+"""Does experience help an agent more than imitating its own successes? Equal rollouts, equal start.
 
-    python benchmark/het_study.py --tune      # learning rates and views of each arm, on seeds that are not reported
+    python benchmark/het_study.py --tune      # learning rates of each arm, on seeds that are not reported
     python benchmark/het_study.py             # what is not in the CSV yet, then the picture
-    python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSV
+    python benchmark/het_study.py --arms HET --seeds 31 32 33 34 35    # the guard, on ten seeds in all
+    python benchmark/het_study.py --tune --games lucky worn forced --arms baseline HET sft    # games that mislead
+    python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSVs
 
 Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an
 arm that replays trains for more iterations. Success is that of the frozen policy, greedy, in held-out rooms. CPU time
@@ -23,18 +25,26 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import het_grpo as het
 
 STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
-SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (21, 22)
+SEEDS, TUNING_SEEDS = (36, 37, 38, 39, 40), (101, 102)
 COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds", "unguided", "guided", "unseen"]
-COLUMNS += ["episodic_return", "off_p99"]
+COLUMNS += ["off_p99"]
 ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
-GAMES = {"lock": dict(updated_freq=1)}  # the pool grows with every iteration
-TITLES = {"lock": "twelve locks, seven turns"}
+GAMES = {  # the pool grows with every iteration
+    "lock": dict(updated_freq=1),
+    "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
+    "five turns": dict(updated_freq=1, max_turns=5),
+    "lucky": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),
+    "worn": dict(updated_freq=1, env=f"{HERE}/locks.py:Worn", max_turns=5),
+    "forced": dict(updated_freq=1, env=f"{HERE}/locks.py:Forced"),
+}
+REPORTED = {"lock": "twelve locks, seven turns", "lake": "twelve frozen lakes, ten turns"}
 RATES = (1e-3, 2e-3)
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
@@ -44,7 +54,9 @@ ARMS = {
     "HET + replay": REPLAY,
     "sft": dict(method="sft"),
     "sd": dict(method="sd"),
-    "HET, no guard": dict(off_policy_neg="keep"),
+    "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
+    "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
+    "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
 MAIN = list(ARMS)[:6]
@@ -53,7 +65,7 @@ MAIN = list(ARMS)[:6]
 def options_of(game, arm):
     """The flags of an arm; as many iterations as the rollouts allow."""
     options = GAMES[game] | ARMS[arm]
-    per_iteration = 60 if "replay" in arm else 64  # 4 of 8 tasks get one replayed member
+    per_iteration = 60 if "use_experience_replay" in options else 64  # 4 of 8 tasks get one replayed member
     filled = FILL if options.get("method") != "baseline" else 0
     return options | dict(num_iterations=(ROLLOUTS - filled) // per_iteration)
 
@@ -83,7 +95,7 @@ def run(job):
         policy.load_state_dict(torch.load(path, weights_only=True))
 
     real, het.practise = het.practise, untimed(practise)
-    het.validate = untimed(het.validate)
+    het.validate, het.Run.close = untimed(het.validate), lambda *args: None
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
         options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
@@ -96,8 +108,8 @@ def run(job):
         worst = max(worst, row.get("ratio/off_p99") or 0.0)
         if "eval/success_rate" in row:
             scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
+            scores = [round(x, 4) if x != "" else x for x in scores]
             seconds = next(times) - clock["seen"][0]
-            scores.append(row["eval/episodic_return"])
             done.append([game, arm, rate, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
     return done
 
@@ -118,28 +130,49 @@ def numbers(curves, column):
 
 
 def best_rates(tuning):
-    """{(game, arm): the rate with the highest mean return at the end, over the tuning seeds}"""
+    """{(game, arm): the rate with the highest mean success without advice at the end, over the tuning seeds}"""
     found = {}
     for (game, arm, rate, _), curve in tuning.items():
-        found.setdefault((game, arm), {}).setdefault(rate, []).append(float(curve[-1]["episodic_return"]))
+        found.setdefault((game, arm), {}).setdefault(rate, []).append(float(curve[-1]["unguided"]))
     return {key: max(rates, key=lambda r: statistics.mean(rates[r])) for key, rates in found.items()}
 
 
-def table(game, curves):
+def table(game, curves, seeds=SEEDS):
     """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
-    lines = ["| arm | lr | seeds | unguided success | by seed | guided | unseen, told | return | rollouts | CPU s |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines = ["| arm | lr | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds}
     for arm in ARMS:
-        for rate in sorted({key[2] for key in curves if key[:2] == (game, arm)}):
-            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, rate)]
-            seeds = " ".join(str(key[3]) for key in sorted(curves) if key[:3] == (game, arm, rate))
-            cells = [f"{arm} | {rate:g} | {seeds}", f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**"]
+        for rate in sorted({key[2] for key in curves if key[1] == arm}):
+            mine = [curve for key, curve in curves.items() if key[1:3] == (arm, rate)]
+            cells = [f"{arm} | {rate:g} | {len(mine)}", f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**"]
             cells.append(" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")))
-            for column in ("guided", "unseen", "episodic_return"):
+            for column in ("guided", "unseen"):
                 found = numbers(mine, column)
                 cells.append(f"{statistics.mean(found):.2f}" if found else "–")
             cells += [f"{statistics.mean(numbers(mine, c)):,.0f}" for c in ("global_step", "cpu_seconds")]
             lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def grid(curves):
+    """Markdown: unguided success of the tuning seeds, by game and arm, a column per rate."""
+    rates = sorted({key[2] for key in curves})
+    lines = ["| game | arm | " + " | ".join(f"lr {rate:g}" for rate in rates) + " |", "|---|---|" + "---|" * len(rates)]
+    for game in GAMES:
+        for arm in (arm for arm in ARMS if any(key[:2] == (game, arm) for key in curves)):
+            cells = [[curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, r)] for r in rates]
+            cells = [" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")) or "–" for mine in cells]
+            lines.append(f"| {game} | {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def guard(curves):
+    """Markdown: HET on the lock, every seed: success at the end, the largest 99th percentile of off-policy ratios."""
+    mine = {key[3]: curve[-1] for key, curve in sorted(curves.items()) if key[:2] == ("lock", "HET")}
+    lines = ["| seed | " + " | ".join(map(str, mine)) + " |", "|---|" + "---|" * len(mine)]
+    for name, column in (("unguided success", "unguided"), ("largest off p99", "off_p99")):
+        lines.append(f"| {name} | " + " | ".join(f"{float(row[column]):.2f}" for row in mine.values()) + " |")
     return "\n".join(lines)
 
 
@@ -149,13 +182,14 @@ def plot(curves, path):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    games = [game for game in GAMES if any(key[0] == game for key in curves)]
+    curves = {key: curve for key, curve in curves.items() if key[3] in SEEDS and key[1] in MAIN}
+    games = [game for game in REPORTED if any(key[0] == game for key in curves)]
     figure = Figure(figsize=(11, 3.8 * len(games)), layout="constrained")
     places = [(game, column) for game in games for column in ("global_step", "cpu_seconds")]
     for i, (game, column) in enumerate(places, 1):
         axis = figure.add_subplot(len(games), 2, i)
         ends = []
-        for number, arm in enumerate(ARMS):
+        for number, arm in enumerate(MAIN):
             mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
                 x, y = (np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided"))
@@ -169,7 +203,7 @@ def plot(curves, path):
             place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
             axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
         what = "rollouts" if column == "global_step" else "CPU seconds (without warm start and evaluation)"
-        axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=TITLES[game])
+        axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=REPORTED[game])
         axis.set_xlim(0, axis.get_xlim()[1] * 1.4)
         axis.set_ylim(-0.04, 1.14)
         axis.grid(alpha=0.3)
@@ -178,10 +212,10 @@ def plot(curves, path):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="learning rates on the tuning seeds, into het_tuning.csv")
+    parser.add_argument("--tune", action="store_true", help="the tuning seeds, into het_tuning.csv")
     parser.add_argument("--table", action="store_true", help="no training: the tables of the page, and the picture")
-    parser.add_argument("--games", nargs="*", default=list(GAMES))
-    parser.add_argument("--arms", nargs="*", default=MAIN)
+    parser.add_argument("--games", nargs="*", default=["lock"], choices=GAMES)
+    parser.add_argument("--arms", nargs="*", default=MAIN, choices=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="to tune over")
     options = parser.parse_args()
@@ -190,18 +224,20 @@ if __name__ == "__main__":
     for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
         for game in options.games:
             for arm in options.arms:
-                rate = chosen.get((game, arm), 1e-3 if arm.startswith("sft") else 2e-3)
-                own = options.rates if options.tune else [rate]
-                jobs += [(game, arm, rate, seed) for rate in own if (game, arm, rate, seed) not in done]
+                rates = options.rates if options.tune else [chosen.get((game, arm), chosen.get(("lock", arm), 2e-3))]
+                jobs += [(game, arm, rate, seed) for rate in rates if (game, arm, rate, seed) not in done]
+    transformers.LlamaForCausalLM  # imported now, or every process below would do it again  # noqa: B018
     for job in [] if options.table else jobs:
-        with multiprocessing.get_context("fork").Pool(1) as workers:  # a process of its own: its CPU seconds
-            rows = workers.apply(run, (job,))
+        workers = multiprocessing.get_context("fork").Pool(1)  # a process of its own: its CPU seconds
+        rows = workers.apply(run, (job,))
+        workers.close()
+        workers.join()
         new = not path.exists()
         with open(path, "a", newline="") as file:
             csv.writer(file).writerows([COLUMNS] * new + rows)
         print(rows[-1], flush=True)
-    for game in GAMES:
-        if any(key[0] == game for key in read(path)):
-            print(f"\n{TITLES[game]}\n\n{table(game, read(path))}")
-    if not options.tune and read(STUDY):
+    for game, title in REPORTED.items():
+        print(f"\n{title}\n\n{table(game, read(STUDY))}")
+    print(f"\n{guard(read(STUDY))}\n\n{grid(read(TUNING))}")
+    if read(STUDY) and not options.tune:
         plot(read(STUDY), HERE.parent / "docs" / "het_study.png")

@@ -146,12 +146,12 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch):
     assert metrics["eval/success_rate"] == metrics["eval/success_unguided"]
 
 
-@pytest.mark.parametrize("old, guard", [("stripped", "weigh"), ("stripped", "keep"), ("behavior", "keep")])
-def test_stripped_samples(old, guard, tmp_path, monkeypatch):
-    """Old log-probs: pi(y|x), ratio 1 at first, or the sampler's. The guard weighs failures by their quotient."""
+@pytest.mark.parametrize("guard", ["weigh", "keep"])
+def test_stripped_samples(guard, tmp_path, monkeypatch):
+    """Old log-probs are pi(y|x): ratio 1 at first. The guard weighs failures by pi(y|x) / pi(y|x,advice)."""
     monkeypatch.setattr(torch, "randperm", torch.arange)
     samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
-    options = dict(method="ei", off_old_logp=old, off_policy_neg=guard, num_minibatches=1, num_iterations=1)
+    options = dict(method="ei", off_policy_neg=guard, num_minibatches=1, num_iterations=1)
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     trajectories, data = batches(samples)[0]
     new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
@@ -160,7 +160,7 @@ def test_stripped_samples(old, guard, tmp_path, monkeypatch):
         trained = data["response_mask"][i].bool()
         sampled, used, now = torch.tensor(t.sampler_logprobs), logprobs[i][trained], new_logprobs[i][trained].detach()
         expected = torch.full((len(sampled),), group[i])
-        torch.testing.assert_close(used, now if old == "stripped" else sampled, atol=1e-5, rtol=0)
+        torch.testing.assert_close(used, now, atol=1e-5, rtol=0)
         if t.injected:
             assert not torch.allclose(now, sampled, atol=1e-4)
             if group[i] < 0 and guard == "weigh":
@@ -202,12 +202,12 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = record(monkeypatch, "grpo_loss")
     options = RECORDED | dict(num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5)
-    options |= dict(shaping_beta=0.3, update_epochs=2, learning_rate=1e-2, num_iterations=5, off_old_logp="behavior")
+    options |= dict(shaping_beta=0.3, update_epochs=2, learning_rate=1e-2, num_iterations=5)
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
         total, replayed = 0.0, mb["replay_mask"].bool()
-        assert torch.equal(mb["logprobs"][replayed], mb["recorded_old_log_probs"][replayed]), "not the sampler's"
+        assert torch.equal(mb["logprobs"][replayed], mb["recorded_old_log_probs"][replayed])
         for place in mb["response_mask"].nonzero().tolist():
             w, a = logratio[*place].exp().item(), mb["advantages"][*place].item()
             kind = int(mb["exp_mask"][*place]) + int(mb["replay_mask"][*place])
