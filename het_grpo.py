@@ -529,19 +529,22 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """-> (experience_tasks, on_policy_tasks): B in all, none twice. Retired tasks are left out as long
-    as enough others remain."""
+    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes, each in
+    an order of its own; retired tasks are passed over as long as enough others are left."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args, self.manager, self.tasks = args, manager, tasks
 
-    def __call__(self, rng) -> tuple[list[int], list[int]]:
+    def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
         most = int(self.args.num_tasks * self.args.exp_ratio + 1e-9)
-        experience_tasks = self.manager.sample_tasks_from_replaypool(most, rng)
-        count = self.args.num_tasks - len(experience_tasks)
-        others = [task for task in self.tasks if task not in experience_tasks]
-        active = [task for task in others if task not in self.manager.skip_uid_set]
-        return experience_tasks, rng.sample(active if len(active) >= count else others, count)
+        chosen = self.manager.sample_tasks_from_replaypool(most, rng)
+        count, others = self.args.num_tasks - len(chosen), set(self.tasks) - set(chosen)
+        active = others - self.manager.skip_uid_set
+        allowed = active if len(active) >= count else others
+        turn, place = divmod((iteration - 1) * self.args.num_tasks, len(self.tasks))
+        orders = (random.Random(f"{self.args.seed}/pass {i}") for i in (turn, turn + 1))
+        queue = sum((order.sample(self.tasks, len(self.tasks)) for order in orders), [])[place:]
+        return chosen, [task for task in dict.fromkeys(queue) if task in allowed][:count]
 
 
 def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
@@ -1070,7 +1073,7 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = lr = args.learning_rate * min(rise, fall)
 
         # 1, 2 take B tasks, retired ones skipped, some of them from the replay pool
-        experience_tasks, on_policy_tasks = mix(replay_rng)
+        experience_tasks, on_policy_tasks = mix(iteration, replay_rng)
 
         # 3 fetch replayed trajectories; the rest of a group is played
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
