@@ -4,9 +4,8 @@
 # ///
 """ppo.py - PPO for language models (arXiv:1707.06347v2): sample answers, score them, update, forget.
 
-The loop of lm-human-preferences (arXiv:1909.08593) with the details that later work settled on:
+The loop of lm-human-preferences (arXiv:1909.08593), on a task that needs no download:
     prompts -> sample -> score -> reference -> token rewards -> GAE -> epochs of minibatches
-The built-in task needs no download: a tiny Llama that knows the form of an answer learns to sort.
 Simplified on purpose: one process, no checkpoints (ppo_v1.py), a rollout serves one update (ppo_v2.py).
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 
@@ -92,9 +91,9 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        if not (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())):
-            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
+        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
         for fine, message in (
+            (known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
             (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
             (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
             (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
@@ -190,11 +189,10 @@ def make_scorer(args, verifier, device):
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
-        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        pairs = list(zip(prompts, responses, strict=True))
+        texts = ["".join(pair) for pair in pairs]
         if args.chat_template:
-            roles = (("user", prompts), ("assistant", responses))
-            said = [[dict(role=role, content=text) for text in texts] for role, texts in roles]
-            turns = [list(turn) for turn in zip(*said, strict=True)]
+            turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
         plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
         return [row["score"] for row in judge(texts, **plain)]
@@ -455,6 +453,14 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     return rows
 
 
+@torch.no_grad()
+def score_rows(model, rows: dict, num_rows: int):
+    """Log-probs, entropy and values as `model` sees them, a few rows at a time.  -> 3 x (B,R)"""
+    chunks = torch.arange(len(rows["response_ids"])).split(num_rows)
+    parts = [model({name: x[inds] for name, x in rows.items()}) for inds in chunks]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
     """Mean score of greedy answers. Draws no random number, so it cannot change training."""
@@ -566,6 +572,7 @@ def main(args: Args) -> dict[str, float]:
         rng = random.Random(f"{args.seed}/{len(stream)}")
         stream += rng.sample(train_pairs, len(train_pairs))
 
+    num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
     iteration = global_step = skipped_steps = 0
     run = Run(args, args.num_iterations)
     if iteration == 0:
@@ -588,10 +595,7 @@ def main(args: Args) -> dict[str, float]:
             sys.exit(f"the reward of answer {bad}, to {pairs[bad][0]!r}, is not finite")
         batch["ref_logprobs"] = batch["logprobs"]
         if reference is not None:
-            with torch.no_grad():
-                chunks = torch.arange(len(pairs)).chunk(args.num_minibatches)
-                parts = [reference({name: x[inds] for name, x in batch.items()})[0] for inds in chunks]
-            batch["ref_logprobs"] = torch.cat(parts)
+            batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
 
         # 2 advantages
         mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
@@ -656,8 +660,7 @@ def main(args: Args) -> dict[str, float]:
         "what the critic predicts": ["losses/explained_variance"],
     }
     run.close("answers generated", panels)
-    score = metrics.get("eval/score", math.nan)
-    print(f"eval/score {score:.3f} after {global_step} answers: {run.dir}")
+    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
     return metrics
 
 

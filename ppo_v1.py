@@ -45,6 +45,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -127,9 +128,9 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        if not (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())):
-            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
+        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
         for fine, message in (
+            (known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
             (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
             (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
             (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
@@ -228,11 +229,10 @@ def make_scorer(args, verifier, device):
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
-        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        pairs = list(zip(prompts, responses, strict=True))
+        texts = ["".join(pair) for pair in pairs]
         if args.chat_template:
-            roles = (("user", prompts), ("assistant", responses))
-            said = [[dict(role=role, content=text) for text in texts] for role, texts in roles]
-            turns = [list(turn) for turn in zip(*said, strict=True)]
+            turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
         plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
         return [row["score"] for row in judge(texts, **plain)]
@@ -518,6 +518,14 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     return rows
 
 
+@torch.no_grad()
+def score_rows(model, rows: dict, num_rows: int):
+    """Log-probs, entropy and values as `model` sees them, a few rows at a time.  -> 3 x (B,R)"""
+    chunks = torch.arange(len(rows["response_ids"])).split(num_rows)
+    parts = [model({name: x[inds] for name, x in rows.items()}) for inds in chunks]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
     """Mean score of greedy answers. Draws no random number, so it cannot change training."""
@@ -675,12 +683,9 @@ def join(parts: list[dict]) -> dict:
     """Rows of all parts, prompts padded on the left and responses on the right to one width."""
     joined = {}
     for name in parts[0]:
-        rows = [part[name] for part in parts]
-        if rows[0].dim() > 1:
-            width = max(x.shape[1] for x in rows)
-            gaps = [(width - x.shape[1], 0) if "prompt" in name else (0, width - x.shape[1]) for x in rows]
-            rows = [nn.functional.pad(x, gap) for x, gap in zip(rows, gaps, strict=True)]
-        joined[name] = torch.cat(rows)
+        rows = [row for part in parts for row in part[name]]
+        side = "left" if "prompt" in name else "right"
+        joined[name] = pad_sequence(rows, True, padding_side=side) if rows[0].dim() else torch.stack(rows)
     return joined
 
 
@@ -756,6 +761,8 @@ def main(args: Args) -> dict[str, float]:
         rng = random.Random(f"{args.seed}/{len(stream)}")
         stream += rng.sample(train_pairs, len(train_pairs))
 
+    num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
+    num_rows //= args.gradient_accumulation_steps * world_size  # v1: accumulate, distributed
     iteration = global_step = skipped_steps = 0
     # v1: checkpoint
     kl_coef, best_score, stale_evals, rows = args.kl_coef, -math.inf, 0, []
@@ -799,11 +806,7 @@ def main(args: Args) -> dict[str, float]:
         batch["scores"] = batch["scores"].where(good, 0.0)
         batch["ref_logprobs"] = batch["logprobs"]
         if reference is not None:
-            with torch.no_grad():
-                micro = args.num_minibatches * args.gradient_accumulation_steps  # v1: accumulate
-                chunks = torch.arange(len(pairs)).chunk(micro)
-                parts = [reference({name: x[inds] for name, x in batch.items()})[0] for inds in chunks]
-            batch["ref_logprobs"] = torch.cat(parts)
+            batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
         # 2 advantages
@@ -908,8 +911,7 @@ def main(args: Args) -> dict[str, float]:
         "what the critic predicts": ["losses/explained_variance"],
     }
     run.close("answers generated", panels)
-    score = metrics.get("eval/score", math.nan)
-    print(f"eval/score {score:.3f} after {global_step} answers: {run.dir}")
+    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
     return metrics
 
 

@@ -5,19 +5,21 @@
 """ppo_v2.py - PPO for language models (arXiv:1707.06347v2) with experience replay.
 
 Differs from ppo_v1.py (each item is a marker in the code):
+    v2: lag         - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer      - past rollouts come back into later updates: which, how often, until when
-    v2: correction  - weights that undo prioritized draws (arXiv:1511.05952) and staleness (decoupled
-                      PPO, arXiv:2110.00641: ratios go to the policy before this update)
+    v2: correction  - six answers to a token that an older policy sampled, side by side
     v2: imitation   - what went better than expected is repeated (arXiv:1806.05249)
     v2: mix         - every minibatch holds fresh and replayed rows in proportion
-    v2: status      - BUF and EFF, what the buffer holds, what replay does to the update
+    v2: log         - rollouts go to a file, from which another run can begin
+    v2: status      - BUF and EFF, what the buffer holds, how stale it is
 Names: mu sampled a rollout, pi_prox is the policy before this update, pi_theta the one it trains.
-Without --use-replay-buffer this is ppo_v1.py, bit for bit.
+Without a lag and without --use-replay-buffer this is ppo_v1.py, bit for bit.
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 
     python ppo_v2.py --use-replay-buffer                            # sort digits, CPU, 20 seconds
     python ppo_v2.py --use-replay-buffer --min-digits 7 --max-digits 7 \\
         --num-iterations 100 --replay-sample-size 128               # one answer in 1000 is right
+    python ppo_v2.py --rollout-lag 16 --correction dppo             # nothing is fresh
 """
 
 import atexit
@@ -34,7 +36,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,8 +50,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-
 # --- args ---
+# v2: correction
+CORRECTIONS = Literal["none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
+OLD_NAME = tyro.conf.arg(aliases=["--replay-correction"])
+
+
 @dataclass
 class Args:
     # run
@@ -118,7 +124,12 @@ class Args:
     clip_coef_high: float | None = None  # upper side of the policy clip (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: none)
 
-    # replay; v2: buffer. The guide's own values: --replay-buffer-size 1000 --replay-sample-size 32
+    # replay; v2: lag, correction, log
+    rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
+    correction: Annotated[CORRECTIONS, OLD_NAME] = "decoupled"  # of tokens that an older policy sampled
+    correction_limit: float | None = None  # its cap or threshold (None: what LIMITS says)
+    log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
+    # v2: buffer. The guide's own values: --replay-buffer-size 1000 --replay-sample-size 32
     # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --max-replay-reuse 4
     # --priority-beta-increment 0.001 --priority-age-tau None --replay-advantages all
     use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
@@ -136,41 +147,40 @@ class Args:
     replay_start_size: int | None = None  # buffer size before replay_grow_iteration (None: the full)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
     new_samples_ratio: float | None = None  # fresh share of an update (None: replay_sample_size says)
-    replay_epochs: int | None = None  # epochs of an update with drawn rollouts in them (None: all)
-    replay_max_kl: float | None = None  # leave a drawn rollout out beyond this k3 KL(mu|pi_prox)
     replay_advantages: Literal["positive", "all"] = "positive"  # gains for the policy, or all for both
-    correction: Literal["decoupled", "behaviour", "none"] = "decoupled"  # of a stale token
-    replay_is_cap: float = 2.0  # decoupled: upper limit of the weight pi_prox/mu
+    replay_from: str | None = None  # rollouts.jsonl of another run: in the buffer from the start
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
         zero = "seed sft_steps missing_eos_penalty gamma gae_lambda vf_coef ent_coef kl_coef".split()
         zero += "warmup_steps early_stopping_patience early_stopping_threshold".split()  # v1: all
-        zero += "priority_alpha priority_beta priority_beta_increment".split()  # v2: buffer
+        zero += "rollout_lag priority_alpha priority_beta priority_beta_increment".split()  # v2: all
         for name, value in vars(self).items():
             least = 0 if name in zero else 1e-9
             most = 1 if name in ("gamma", "gae_lambda") else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        if not (kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())):
-            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
+        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
         for fine, message in (
+            (known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
             (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
             (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
             (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
             # v1: checkpoint, kl
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
             (self.kl_coef or not self.adaptive_kl, "--adaptive-kl needs a --kl-coef to start from"),
-            # v2: buffer
-            (max(self.priority_alpha, self.priority_beta, self.new_samples_ratio or 0) <= 1,
-             "--priority-alpha, --priority-beta and --new-samples-ratio are at most 1"),
+            # v2: buffer, lag
+            (max(self.priority_beta, self.new_samples_ratio or 0) <= 1, "a share is at most 1"),
             (self.min_replay_size <= self.replay_buffer_size, "--min-replay-size is never reached"),
+            (not (self.rollout_lag and self.fsdp), "--rollout-lag keeps whole weights: no --fsdp"),
         ):
             if not fine:
                 raise ValueError(message)
-        # v2: buffer: an option that would do nothing is refused
-        names = list(vars(self))
-        for name in names[names.index("use_replay_buffer") + 1 :] if not self.use_replay_buffer else ():
+        # v2: buffer, correction: an option that would do nothing is refused
+        names, switch = list(vars(self)), self.use_replay_buffer
+        idle = [] if switch else names[names.index("use_replay_buffer") + 1 :]
+        idle += [] if switch or self.rollout_lag else ["correction", "correction_limit"]
+        for name in idle:
             if getattr(self, name) != getattr(Args, name):
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
 
@@ -262,11 +272,10 @@ def make_scorer(args, verifier, device):
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
-        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        pairs = list(zip(prompts, responses, strict=True))
+        texts = ["".join(pair) for pair in pairs]
         if args.chat_template:
-            roles = (("user", prompts), ("assistant", responses))
-            said = [[dict(role=role, content=text) for text in texts] for role, texts in roles]
-            turns = [list(turn) for turn in zip(*said, strict=True)]
+            turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
         plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
         return [row["score"] for row in judge(texts, **plain)]
@@ -388,11 +397,18 @@ def check_sampler(policy, name: str):
 
 # --- buffer ---
 # v2: buffer
+STORED = "prompt_ids response_ids mu_logprobs ref_logprobs values advantages".split()  # lengths are masks
+
+
 class ReplayBuffer:
     """Past rollouts, oldest first: unpadded tensors on the CPU, and what it takes to choose."""
 
     def __init__(self, args):
         self.args, self.samples = args, []
+        self.beta, self.last_kl = args.priority_beta, 0.0  # KL of the last update
+        self.draw_size, ratio = args.replay_sample_size, args.new_samples_ratio
+        if ratio is not None:
+            self.draw_size = round(args.batch_size * (1 - ratio) / ratio)
 
     def priorities(self, advantages, mask) -> list[float]:
         """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  2 x (B,R) -> B"""
@@ -402,37 +418,48 @@ class ReplayBuffer:
         return ((mean + 1e-6) ** self.args.priority_alpha).tolist()
 
     def add(self, rows: dict, iteration: int):
-        """Cut to their lengths, which stand for their masks; a row without a token is left out."""
-        per_token = ("response_ids", "logprobs", "ref_logprobs", "values", "advantages")
+        """Cut to their lengths; a row without a token is left out."""
         valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
         priorities = self.priorities(rows["advantages"], valid)
         for i in valid.any(1).nonzero().flatten().tolist():
-            sample = {name: rows[name][i][valid[i]].cpu() for name in per_token}
-            sample["prompt_ids"] = rows["prompt_ids"][i][prompts[i]].cpu()
+            where = {name: prompts[i] if "prompt" in name else valid[i] for name in STORED}
+            sample = {name: rows[name][i][keep].cpu() for name, keep in where.items()}
             sample |= dict(score=rows["scores"][i].item(), priority=priorities[i])
             self.samples.append(sample | dict(birth=iteration, reuse=0))
 
-    def evict(self, iteration: int, capacity: int):
+    def refresh(self, samples: list[dict], values, advantages, mask):
+        """What was drawn is kept as critic and policy see it today."""
+        for i, priority in enumerate(self.priorities(advantages, mask)):
+            new = dict(values=values[i], advantages=advantages[i])
+            samples[i] |= {name: x[mask[i] > 0].cpu() for name, x in new.items()} | dict(priority=priority)
+
+    def evict(self, iteration: int):
+        """What is too old or was drawn too often goes, then the oldest beyond the capacity."""
         oldest, most = iteration - self.args.staleness_threshold, self.args.max_replay_reuse
         live = [x for x in self.samples if x["birth"] >= oldest and x["reuse"] < most]
-        self.samples = live[-capacity:]
+        small = self.args.replay_start_size and iteration < self.args.replay_grow_iteration
+        self.samples = live[-(self.args.replay_start_size if small else self.args.replay_buffer_size) :]
 
-    def draw(self, size: int, iteration: int, max_reuse: int, beta: float):
+    def draw(self, iteration: int) -> tuple[list[dict], torch.Tensor]:
         """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)
 
         The weights (N P)^-beta / max undo the odds (section 3.4 of arXiv:1511.05952).
         """
-        live = [x for x in self.samples if x["reuse"] < max_reuse]
-        if not live:
+        args, most = self.args, self.args.max_replay_reuse
+        if args.adaptive_reuse and self.last_kl >= 0.01:
+            most = max(1, most // 3)  # the policy moves fast: rollouts drawn often have to wait
+        live = [x for x in self.samples if x["reuse"] < most]
+        if not live or len(self.samples) < args.min_replay_size:
             return [], torch.zeros(0)
         odds = torch.tensor([x["priority"] for x in live], dtype=torch.float64)
-        odds = odds if self.args.use_priority_sampling else torch.ones_like(odds)
-        if self.args.priority_age_tau is not None:
+        odds = odds if args.use_priority_sampling else torch.ones_like(odds)
+        if args.priority_age_tau is not None:
             ages = iteration - torch.tensor([x["birth"] for x in live])
-            odds = (odds * (-ages / self.args.priority_age_tau).exp()).clamp(min=1e-300)
+            odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
         odds = odds / odds.sum()
-        chosen = odds.multinomial(min(size, len(live)), replacement=True)
-        weights = (len(live) * odds[chosen]) ** -beta
+        chosen = odds.multinomial(min(self.draw_size, len(live)), replacement=True)
+        weights = (len(live) * odds[chosen]) ** -self.beta
+        self.beta = min(1.0, self.beta + args.priority_beta_increment)
         for i in set(chosen.tolist()):
             live[i]["reuse"] += 1  # once per iteration, however often it fills the draw
         return [live[i] for i in chosen.tolist()], (weights / weights.max()).float()
@@ -465,24 +492,25 @@ def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_answers):
     return kl_coef * (1 + error * num_answers / kl_horizon)
 
 
-# v2: correction
-def behaviour_correction(prox_logprobs, behaviour_logprobs, correction, cap):
-    """What a stale token's ratio is taken to, and its weight in the policy loss.  -> 2 x (B,R)
-
-    Decoupled PPO, section 4 of arXiv:2110.00641: the clip limits the step from pi_prox, the weight
-    min(pi_prox/mu, cap) makes up for who sampled. Clipped around mu, a stale token has spent its
-    trust region before the update begins.
-    """
-    if correction == "behaviour":
-        return behaviour_logprobs, torch.ones_like(prox_logprobs)
-    weights = (prox_logprobs - behaviour_logprobs).clamp(-20, 20).exp().clamp(max=cap)
-    return prox_logprobs, weights if correction == "decoupled" else torch.ones_like(weights)
-
-
 # v2: status
 def effective_sample_size(weights):
     """(sum w)^2 / (n sum w^2): 1 where all weights are equal, 1/n where one owns all.  (n,) -> ()"""
     return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+
+
+def staleness(name: str, rows: dict) -> dict[str, float]:
+    """How far pi_prox is from mu, and what importance weights, cut at 2, would leave of the rows."""
+    mask = rows["response_mask"].float()
+    drift = (rows["logprobs"] - rows["mu_logprobs"]).clamp(-20, 20) * mask
+    weights = drift.exp().clamp(max=2)
+    metrics = {
+        "kl_behaviour": masked_mean(k3_kl(torch.zeros_like(drift), drift), mask),  # of mu to pi_prox
+        "is_mean": masked_mean(weights, mask),
+        "is_cap_frac": masked_mean(weights == 2, mask),
+        "ess": effective_sample_size((weights * rows["weights"])[mask > 0]),
+        "score": rows["scores"].mean(),
+    }
+    return {f"{name}/{key}": x.item() for key, x in metrics.items()}
 
 
 def forecast_efficiency(batch_size: int, sample_size: int, max_reuse: int) -> tuple[float, str]:
@@ -552,6 +580,40 @@ def explained_variance(values, returns, mask):
     return 1 - masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)
 
 
+# v2: correction
+LIMITS = dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04)  # C, eps_high, delta, tau
+
+
+def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, correction, limit, clip):
+    """Policy loss of tokens that mu sampled, and where its rule binds.  -> 2 x (B,R)"""
+    limit = LIMITS.get(correction) if limit is None else limit
+    if correction == "none":  # as if pi_prox had sampled
+        return policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
+    if correction == "behaviour":  # PPO as written: a stale token has spent its room before the update
+        return policy_loss(new_logprobs, mu_logprobs, advantages, *clip)
+    if correction == "decoupled":  # section 4 of arXiv:2110.00641: clip the step, weigh who sampled
+        weights = (prox_logprobs - mu_logprobs).clamp(-20, 20).exp().clamp(max=limit)
+        loss, bound = policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
+        return weights * loss, bound
+    logratio = (new_logprobs - mu_logprobs).clamp(-20, 20)
+    ratio, square = logratio.exp(), logratio.detach() ** 2
+    if correction == "cispo":  # arXiv:2506.13585: no token is dropped, its weight is cut
+        weights = ratio.detach().clamp(max=1 + limit)
+        return -advantages * weights * new_logprobs, (ratio > 1 + limit).float()
+    if correction == "dppo":  # arXiv:2602.04879: no large step from mu in probability, not in ratio
+        step = (new_logprobs.exp() - mu_logprobs.exp()).detach()
+        dropped = step * advantages.sign() > limit
+    else:  # m2po, arXiv:2510.01161: without the largest steps from mu, until the mean square fits
+        away = (logratio * advantages > 0) & (mask > 0)
+        steps = square[away].sort(descending=True).values
+        gone = nn.functional.pad(steps.cumsum(0), (1, 0))  # with the 0, 1, 2, .. largest dropped
+        kept = (mask.sum() - torch.arange(len(gone), device=mask.device)).clamp(min=1)
+        too_much = ((square * mask).sum() - gone) / kept > limit
+        number = too_much.long().cumprod(0).sum().clamp(max=len(steps))
+        dropped = away & (square >= nn.functional.pad(steps, (1, 0), value=math.inf)[number])
+    return -advantages * ratio * ~dropped, dropped.float()
+
+
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split()
 LOSSES += ["replay_frac", "approx_kl_replay", "clipfrac_replay"]  # v2: status
 
@@ -566,9 +628,14 @@ def ppo_loss(policy, mb, num_tokens, args):
     v_loss = value_loss(values, mb["values"], mb["returns"], args.vf_clip_coef)
     kl, moved = k3_kl(mb["logprobs"], logprobs.detach()), (logprobs.detach() - mb["logprobs"]).abs()
     # a mean over all tokens: one per sequence would under-weight long answers (arXiv:2503.14476)
-    # v2: correction, imitation, status
+    # v2: correction
+    rule = (mask * mb["stale"], args.correction, args.correction_limit, clip)
+    stale = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
+    fresh = (pg_loss, clipped)
+    pg_loss, clipped = (torch.where(mb["stale"], x, y) for x, y in zip(stale, fresh, strict=True))
+    # v2: imitation, status
     pg_loss, v_loss = pg_loss * mb["weights"], v_loss * mb["value_weights"]
-    old = mb["replayed"].float()[:, None].expand_as(mask)
+    old = mb["replayed"].float()
     moved, apart = moved * (1 - old), (old, kl * old, clipped * old)
     terms = (pg_loss, v_loss, entropy, kl, clipped, moved, *apart)
     terms = [(x * mask).sum() / num_tokens for x in terms]
@@ -646,55 +713,80 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     return rows
 
 
-# v2: correction
 @torch.no_grad()
-def bring_up_to_date(policy, buffer, samples: list[dict], sample_weights, kl_coef, args):
-    """Drawn rollouts as rows of this update, as the policy sees them now, and the replay/ metrics."""
+def score_rows(model, rows: dict, num_rows: int):
+    """Log-probs, entropy and values as `model` sees them, a few rows at a time.  -> 3 x (B,R)"""
+    chunks = torch.arange(len(rows["response_ids"])).split(num_rows)
+    parts = [model({name: x[inds] for name, x in rows.items()}) for inds in chunks]
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
-    def padded(name, side="right", like=lambda x: x):
-        rows = [like(sample[name]) for sample in samples]
-        return pad_sequence(rows, batch_first=True, padding_side=side).to(policy.eos_ids.device)
 
-    rows = dict(prompt_ids=padded("prompt_ids", "left"), response_ids=padded("response_ids"))
-    rows["prompt_mask"] = padded("prompt_ids", "left", torch.ones_like)
-    rows["response_mask"] = padded("response_ids", "right", torch.ones_like)
-    micro = args.batch_size // (args.num_minibatches * args.gradient_accumulation_steps)
-    chunks = torch.arange(len(samples)).split(micro)
-    outputs = [policy({name: x[inds] for name, x in rows.items()}) for inds in chunks]
-    prox_logprobs, _, values = map(torch.cat, zip(*outputs, strict=True))
-    mask, mu = rows["response_mask"].float(), padded("logprobs")
-    scores = torch.tensor([sample["score"] for sample in samples]).to(mask)
-    rewards = token_rewards(scores, prox_logprobs, padded("ref_logprobs"), mask, kl_coef)
-    advantages = compute_gae(rewards, values, mask, args.gamma, args.gae_lambda)
-    rule = (args.correction, args.replay_is_cap)
-    logprobs, stale_weights = behaviour_correction(prox_logprobs, mu, *rule)
-    rows |= dict(logprobs=logprobs, values=values, returns=advantages + values)
-    rows["value_weights"] = sample_weights.to(mask)[:, None].expand_as(mask)
-    rows["weights"] = rows["value_weights"] * stale_weights
-    # apart from the fresh rows: what was drawn is no fair sample of answers
-    rows["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
+# v2: buffer
+def samples_to_rows(samples: list[dict], policy, num_rows: int) -> dict:
+    """Stored rollouts as padded rows, with log-probs and values of the policy as it is now."""
+    parts = [{name: [sample[name]] for name in STORED} for sample in samples]
+    for part in parts:
+        part |= {f"{x}_mask": [torch.ones_like(part[f"{x}_ids"][0])] for x in ("prompt", "response")}
+    rows = {name: x.to(policy.eos_ids.device) for name, x in join(parts).items()}
+    rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(rows["values"])
+    rows["ended"] = torch.ones_like(rows["scores"])  # asked of fresh answers only
+    rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
+    known = ~rows["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
+    rows["mu_logprobs"] = rows["mu_logprobs"].where(known, rows["logprobs"])
+    return rows
+
+
+# v2: correction, imitation
+def weigh_rows(advantages, mask, draw_weights, args) -> dict:
+    """What each row counts for: first the fresh ones, then the drawn.  2 x (B,R), (n,) -> of (B,R)"""
+    replayed = (torch.arange(len(mask), device=mask.device) >= args.batch_size)[:, None].expand_as(mask)
+    weights = torch.cat([torch.ones(args.batch_size), draw_weights])[:, None].to(mask).expand_as(mask)
+    rows = dict(replayed=replayed, stale=replayed | (args.rollout_lag > 0))
+    rows |= dict(advantages=advantages, weights=weights, value_weights=weights)
+    if args.norm_adv:  # apart: what was drawn is no fair sample of answers
+        rows["advantages"] = whiten(advantages, mask * ~replayed) + whiten(advantages, mask * replayed)
     if args.replay_advantages == "positive":
-        # v2: imitation: what went better than the critic expects, eq. 2 of arXiv:1806.05249; never
-        # centred, which would make a loss of a small gain. The critic itself learns from fresh rows
-        # only: shown successes above all, it would expect them.
-        rows["advantages"] = advantages.clamp(min=0)
-        rows["value_weights"] = torch.zeros_like(mask)
+        # What went better than the critic expects, eq. 2 of arXiv:1806.05249; never centred, which
+        # would make a loss of a small gain. The critic itself learns from fresh rows only: shown
+        # successes above all, it would expect them.
+        rows["advantages"] = torch.where(replayed, advantages.clamp(min=0), rows["advantages"])
+        rows["value_weights"] = weights * ~replayed
+    return rows
 
-    drift, valid = (prox_logprobs - mu) * mask, mask.bool()
-    kl = k3_kl(torch.zeros_like(drift), drift)  # of mu to pi_prox
-    metrics = {
-        "replay/ess": effective_sample_size(rows["weights"][valid]),
-        "replay/is_mean": masked_mean(stale_weights, mask),
-        "replay/is_cap_frac": masked_mean(drift.exp() >= args.replay_is_cap, mask),
-        "replay/kl_behaviour": masked_mean(kl, mask),
-        "replay/value_drift": masked_mean((values - padded("values")).abs(), mask),
-        "replay/score": scores.mean(),
-    }
-    for i, priority in enumerate(buffer.priorities(advantages, mask)):
-        samples[i].update(values=values[i][valid[i]].cpu(), advantages=advantages[i][valid[i]].cpu())
-        samples[i]["priority"] = priority
-    near = (kl * mask).sum(1) / mask.sum(1) <= (args.replay_max_kl or math.inf)
-    return {name: x[near] for name, x in rows.items()}, {k: x.item() for k, x in metrics.items()}
+
+# v2: log
+def write_rollouts(path: Path, rows: dict, tokenizer):
+    valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
+    with open(path, "a") as file:
+        for i, score in enumerate(rows["scores"].tolist()):
+            ids = rows["response_ids"][i][valid[i]].tolist()
+            row = dict(prompt_ids=rows["prompt_ids"][i][prompts[i]].tolist(), response_ids=ids, score=score)
+            row |= dict(logprobs=rows["mu_logprobs"][i][valid[i]].tolist(), response=tokenizer.decode(ids))
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rollouts(path: str, tokenizer, args) -> list[dict]:
+    """What `write_rollouts` wrote, or others: prompt may stand for prompt_ids, logprobs may be missing."""
+    samples = []
+    for number, line in enumerate(open(path, "rb"), 1):
+        try:
+            row = json.loads(line)
+            if "prompt_ids" not in row:
+                row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
+            prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
+            logprobs = row.get("logprobs", [math.nan] * len(ids))
+            assert len(logprobs) == len(ids) and math.isfinite(score)
+            assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
+            assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+            sys.exit(f"--replay-from {path}: line {number} must be JSON with a prompt or prompt_ids, "
+                     "response_ids in this model's tokens, a score and, where known, logprobs")
+        empty = dict.fromkeys(STORED[3:], torch.zeros(len(ids)))
+        tokens = dict(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(ids))
+        samples.append(empty | tokens | dict(mu_logprobs=torch.tensor(logprobs), score=score))
+    unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
+    print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
+    return samples
 
 
 # --- evaluate ---
@@ -854,12 +946,9 @@ def join(parts: list[dict]) -> dict:
     """Rows of all parts, prompts padded on the left and responses on the right to one width."""
     joined = {}
     for name in parts[0]:
-        rows = [part[name] for part in parts]
-        if rows[0].dim() > 1:
-            width = max(x.shape[1] for x in rows)
-            gaps = [(width - x.shape[1], 0) if "prompt" in name else (0, width - x.shape[1]) for x in rows]
-            rows = [nn.functional.pad(x, gap) for x, gap in zip(rows, gaps, strict=True)]
-        joined[name] = torch.cat(rows)
+        rows = [row for part in parts for row in part[name]]
+        side = "left" if "prompt" in name else "right"
+        joined[name] = pad_sequence(rows, True, padding_side=side) if rows[0].dim() else torch.stack(rows)
     return joined
 
 
@@ -905,6 +994,8 @@ def main(args: Args) -> dict[str, float]:
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
     if args.fsdp and world_size == 1:
         sys.exit("--fsdp needs torchrun with two processes or more")
+    if args.correction == "m2po" and world_size * args.gradient_accumulation_steps > 1:
+        sys.exit("--correction m2po looks at a whole minibatch: one process, no micro-batches")
     lm, tokenizer, eos_ids = load_lm(args)
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
@@ -935,6 +1026,8 @@ def main(args: Args) -> dict[str, float]:
         rng = random.Random(f"{args.seed}/{len(stream)}")
         stream += rng.sample(train_pairs, len(train_pairs))
 
+    num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
+    num_rows //= args.gradient_accumulation_steps * world_size  # v1: accumulate, distributed
     iteration = global_step = skipped_steps = 0
     # v1: checkpoint
     kl_coef, best_score, stale_evals, rows = args.kl_coef, -math.inf, 0, []
@@ -949,21 +1042,29 @@ def main(args: Args) -> dict[str, float]:
         kl_coef = saved["kl_coef"] if args.adaptive_kl else args.kl_coef
         global_step, rows = iteration * args.batch_size, saved["rows"]
         metrics = {name: x for name, x in rows[-1].items() if x is not None}
-    # v2: buffer
-    buffer, draws, trained, last_kl = ReplayBuffer(args), 0, 0, 0.0
-    if args.use_replay_buffer and iteration:
-        buffer.samples, (draws, trained, last_kl) = saved["buffer"], saved["replay"]
-    ratio, sample_size = args.new_samples_ratio, args.replay_sample_size
-    if ratio is not None:
-        sample_size = round(args.batch_size * (1 - ratio) / ratio)
+    # v2: lag, buffer, log
+    past_weights, buffer, trained, log_size = [], ReplayBuffer(args), 0, 0
+    if iteration:
+        past_weights, trained, log_size = (saved[name] for name in ("past_weights", "trained", "log_size"))
+        buffer.samples, buffer.beta, buffer.last_kl = saved["buffer"]
+    elif args.replay_from:
+        logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), policy, num_rows)
+        if reference is not None:
+            logged["ref_logprobs"], _, _ = score_rows(reference, logged, num_rows)
+        logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until it is drawn
+        buffer.add(logged, 0)
     if args.use_replay_buffer:  # v2: status
-        limits = (args.batch_size, sample_size, args.max_replay_reuse)
+        limits = (args.batch_size, buffer.draw_size, args.max_replay_reuse)
         print("replay: EFF will be at most {:.2f}x, limited by {}".format(*forecast_efficiency(*limits)))
         most = args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
-        if args.min_replay_size > most:
+        if args.min_replay_size > most + len(buffer.samples):
             print(f"warning: there will never be more than {most} rollouts: --min-replay-size")
     stop = catch_signals()
     run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
+    log_path = run.dir / "rollouts.jsonl"  # v2: log
+    if args.log_rollouts and rank == 0:
+        with open(log_path, "a") as file:
+            file.truncate(log_size)  # what came after the checkpoint comes again
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
         run.log({"global_step": 0, **metrics})
@@ -983,7 +1084,16 @@ def main(args: Args) -> dict[str, float]:
         pairs = stream[global_step : global_step + args.batch_size]
         uniforms = torch.rand(args.batch_size, args.max_response_length)  # of all rows and tokens
         pairs, uniforms = pairs[rank::world_size], uniforms[rank::world_size]  # v1: distributed
+        # v2: lag
+        if args.rollout_lag:
+            past_weights.append({name: x.clone() for name, x in policy.state_dict().items()})
+            past_weights = past_weights[-args.rollout_lag - 1 :]
+            policy.load_state_dict(past_weights[0])
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms.to(device))
+        batch["mu_logprobs"] = batch["logprobs"]  # v2: lag
+        if args.rollout_lag:
+            policy.load_state_dict(past_weights[-1])
+            batch["logprobs"], _, batch["values"] = score_rows(policy, batch, num_rows)
         global_step += args.batch_size
         # v1: nan
         good = batch["scores"].isfinite()
@@ -991,12 +1101,16 @@ def main(args: Args) -> dict[str, float]:
         batch["scores"] = batch["scores"].where(good, 0.0)
         batch["ref_logprobs"] = batch["logprobs"]
         if reference is not None:
-            with torch.no_grad():
-                micro = args.num_minibatches * args.gradient_accumulation_steps  # v1: accumulate
-                chunks = torch.arange(len(pairs)).chunk(micro)
-                parts = [reference({name: x[inds] for name, x in batch.items()})[0] for inds in chunks]
-            batch["ref_logprobs"] = torch.cat(parts)
+            batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
+
+        # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
+        samples, draw_weights, beta = [], torch.ones(0), buffer.beta
+        if args.use_replay_buffer:
+            buffer.evict(iteration)
+            samples, draw_weights = buffer.draw(iteration)
+        if samples:
+            batch = join([batch, samples_to_rows(samples, policy, num_rows)])
 
         # 2 advantages
         mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
@@ -1004,27 +1118,7 @@ def main(args: Args) -> dict[str, float]:
         advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
         batch["returns"] = advantages + batch["values"]
         batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
-        # v2: buffer, mix
-        batch["weights"] = batch["value_weights"] = torch.ones_like(mask)
-        fresh, num_drawn, num_reused, replay_metrics = batch, 0, 0, {}
-        if args.use_replay_buffer:
-            small = args.replay_start_size and iteration < args.replay_grow_iteration
-            capacity = args.replay_start_size if small else args.replay_buffer_size
-            buffer.evict(iteration, capacity)
-        if args.use_replay_buffer and len(buffer.samples) >= args.min_replay_size:
-            fast = args.adaptive_reuse and last_kl >= 0.01  # then rollouts drawn often have to wait
-            max_reuse = max(1, args.max_replay_reuse // 3) if fast else args.max_replay_reuse
-            beta = min(1.0, args.priority_beta + draws * args.priority_beta_increment)
-            samples, sample_weights = buffer.draw(sample_size, iteration, max_reuse, beta)
-            if samples:
-                rule = (kl_coef, args)
-                drawn, replay_metrics = bring_up_to_date(policy, buffer, samples, sample_weights, *rule)
-                ages = [iteration - sample["birth"] for sample in samples]
-                replay_metrics |= {"replay/age": sum(ages) / len(ages), "replay/beta": beta}
-                num_drawn, draws = len(drawn["values"]), draws + 1
-                num_reused = min(num_drawn, len({id(sample) for sample in samples}))  # copies aside
-                batch = join([{name: batch[name] for name in drawn}, drawn])
-        batch["replayed"] = torch.arange(len(batch["values"]), device=device) >= args.batch_size
+        batch |= weigh_rows(advantages, mask, draw_weights, args)  # v2: correction, imitation
         rollout_time = time.time() - start_time
 
         # 3 update
@@ -1033,8 +1127,8 @@ def main(args: Args) -> dict[str, float]:
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
             # v2: mix
-            if num_drawn and (args.replay_epochs is None or epoch < args.replay_epochs):
-                order = torch.randperm(num_drawn).to(device) + args.batch_size
+            if samples:
+                order = torch.randperm(len(samples)).to(device) + args.batch_size
                 parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
                 minibatches = list(map(torch.cat, parts))
             for mb_inds in minibatches:
@@ -1061,9 +1155,20 @@ def main(args: Args) -> dict[str, float]:
             if args.target_kl and updates and updates[-1][3] > 1.5 * args.target_kl:
                 break
         policy.eval()  # v1: memory
-        batch = fresh  # v2: mix
         if not updates:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
+
+        # v2: status: from here on the fresh answers alone
+        size, told = args.batch_size, {}
+        if args.rollout_lag:
+            told |= staleness("lag", {name: x[:size] for name, x in batch.items()})
+        if samples:
+            told |= staleness("replay", {name: x[size:] for name, x in batch.items()})
+            told["replay/age"] = iteration - sum(x["birth"] for x in samples) / len(samples)
+            told["replay/beta"] = beta
+            buffer.refresh(samples, batch["values"][size:], advantages[size:], mask[size:])
+        batch = {name: x[:size] for name, x in batch.items()}
+        advantages, mask, past = advantages[:size], mask[:size], [x[:size] for x in past]
 
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
@@ -1090,12 +1195,16 @@ def main(args: Args) -> dict[str, float]:
         for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)) if share else ():
             metrics[f"losses/{name}_replay"] = replay / share
             metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
+        metrics |= told
+        if args.log_rollouts and rank == 0:  # v2: log
+            write_rollouts(log_path, batch, tokenizer)
         if args.use_replay_buffer:
             buffer.add(batch | dict(advantages=advantages), iteration)
-            buffer.evict(iteration, capacity)  # BUF counts what may still be drawn
-            trained, last_kl = trained + args.batch_size + num_reused, metrics["losses/approx_kl"]
+            buffer.evict(iteration)  # BUF counts what may still be drawn
+            buffer.last_kl = metrics["losses/approx_kl"]
+            trained += args.batch_size + len({id(sample) for sample in samples})  # copies count once
             stats = buffer.buffer_stats(iteration)
-            metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()} | replay_metrics
+            metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
             metrics |= {"buffer_size": len(buffer.samples), "avg_sample_reuse": stats["avg_reuse_count"]}
             metrics |= {"replay_ratio": trained / global_step - 1, "sample_efficiency": trained / global_step}
         # v1: kl
@@ -1129,8 +1238,10 @@ def main(args: Args) -> dict[str, float]:
             state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args))
             state |= dict(counters=(iteration, skipped_steps, best_score, stale_evals))
             state |= dict(kl_coef=kl_coef, rows=run.rows)
-            # v2: buffer
-            state |= dict(buffer=buffer.samples, replay=(draws, trained, last_kl))
+            # v2: lag, buffer, log
+            state |= dict(past_weights=past_weights, trained=trained)
+            state |= dict(buffer=(buffer.samples, buffer.beta, buffer.last_kl))
+            state["log_size"] = log_path.stat().st_size if log_path.exists() else 0
             if rank == 0:
                 save_checkpoint(run.dir / "checkpoint.pt", state)
         if stopping and not last:
@@ -1144,16 +1255,16 @@ def main(args: Args) -> dict[str, float]:
         "entropy, nats per token": ["losses/entropy"],
         "what the critic predicts": ["losses/explained_variance"],
     }
-    if args.use_replay_buffer:  # v2: status
+    if args.rollout_lag or args.use_replay_buffer:  # v2: status
+        stale = "lag" if args.rollout_lag else "replay"
         panels |= {
+            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
+            "nats from the sampler, effective share": [f"{stale}/kl_behaviour", f"{stale}/ess"],
             "answers in the buffer": ["buffer_size"],
             "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
-            "replayed: nats from the sampler, effective share": ["replay/kl_behaviour", "replay/ess"],
-            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
         }
     run.close("answers generated", panels)
-    score = metrics.get("eval/score", math.nan)
-    print(f"eval/score {score:.3f} after {global_step} answers: {run.dir}")
+    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
     return metrics
 
 

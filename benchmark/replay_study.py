@@ -56,12 +56,13 @@ ONLY = {arm: ("rare",) for arm in list(ARMS)[3:]}  # arms that answer a question
 ONLY |= {arm: ("default", "rare") for arm in ARMS if "guide" in arm}
 CRITICS = ["plain PPO", *[arm for arm in ARMS if "critic" in arm], "replay"]
 CHANGES = [{}, dict(batch_size=64), dict(batch_size=256), dict(learning_rate=2e-4), dict(learning_rate=1e-3)]
-CHANGES += [dict(update_epochs=4)]  # one at a time, from the defaults
+CHANGES += [dict(update_epochs=4), dict(num_minibatches=2), dict(norm_adv=True)]  # one at a time, from the defaults
 GRIDS = {
-    "plain PPO": CHANGES + [dict(norm_adv=True)],
+    "plain PPO": CHANGES + [dict(update_epochs=1)],
     "rejection sampling": [dict(learning_rate=5e-4, steps=n) for n in (2, 4, 8)]
     + [dict(learning_rate=rate, steps=4) for rate in (2e-4, 1e-3)]
-    + [dict(learning_rate=2e-4, steps=8), dict(learning_rate=1e-3, steps=2)],
+    + [dict(learning_rate=2e-4, steps=8), dict(learning_rate=1e-3, steps=2), dict(learning_rate=1e-4, steps=8)]
+    + [dict(learning_rate=2e-4, steps=4, batch_size=64)],
     "replay": CHANGES + [dict(replay_sample_size=128)],
 }
 
@@ -348,11 +349,11 @@ def main():
         ]
     for task in options.tasks if not options.more else ():
         seeds = TUNING_SEEDS if options.tune else SEEDS
-        for seed in seeds if task != "long" or not options.tune else ():  # minutes each: as tuned on `default`
+        for seed in seeds:
             for arm in options.arms:
                 if task in ONLY.get(arm, TASKS):
                     kin = arm.split(",")[0] if arm in CRITICS else arm  # a critic changes, the rest stays
-                    tuned = best.get((task if task != "long" else "default", kin), "{}")  # others: the defaults
+                    tuned = best.get((task, kin), "{}")  # others: the defaults
                     settings = map(json.dumps, GRIDS.get(arm, [])) if options.tune else [tuned]
                     jobs += [(task, arm, setting, seed) for setting in settings]
     jobs = [] if options.tables else [job for job in jobs if job not in done]

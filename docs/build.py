@@ -1,9 +1,12 @@
-"""Writes the reading page: side-by-side diffs of the siblings, each hunk with its idea, its paper and its tests.
+"""Writes the reading page: the six scripts by idea, each with its code, its paper and its tests.
 
-    python docs/build.py                    # docs/reading.html, one file, offline
-    python docs/build.py --out page.html
+    pip install pygments && python docs/build.py    # docs/reading.html, one file, offline
+    python docs/build.py --out page.html --source https://github.com/OWNER/REPO/blob/main
+    python docs/build.py --link-lines    # the other pages: functions named in their details link to today's lines
 
-Standard library only. What a marker means is read from the child's docstring, what proves it from PROOFS below.
+A child of another script (ppo_v1.py, ppo_v2.py) is shown as the changes to its parent, gathered by marker. What a
+marker means is read from the child's docstring, what proves it from PROOFS below. The other scripts are shown function
+by function, less what an earlier script has word for word.
 """
 
 import argparse
@@ -11,243 +14,318 @@ import ast
 import base64
 import difflib
 import html
-import io
-import keyword
 import re
-import tokenize
+import sys
 from pathlib import Path
+from typing import NamedTuple
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).resolve().parents[1]
-PAIRS = [("ppo.py", "ppo_v1.py"), ("ppo_v1.py", "ppo_v2.py"), ("sac_hybrid.py", "wsrl_warmup.py")]
-PICTURES = {"ppo_v2.py": "replay_study.png", "wsrl_warmup.py": "wsrl_study.png"}
-CONTEXT = 3  # unchanged lines shown around a hunk; the rest unfolds
+PARENTS = {"ppo.py": None, "ppo_v1.py": "ppo.py", "ppo_v2.py": "ppo_v1.py"}
+PARENTS |= {"het_grpo.py": None, "sac_hybrid.py": None, "wsrl_warmup.py": None}
+PICTURES = {"ppo_v2": "replay_study", "het_grpo": "het_study"}
+PICTURES |= {"sac_hybrid": "sac_ablation", "wsrl_warmup": "wsrl_study"}
+# what carries the idea comes first, what every program has comes last
+SECTIONS = "math buffer rollout main networks evaluate task run_folder args".split()
+CONTEXT = 3  # unchanged lines around a change
 PROOFS = {  # marker -> tests, file::function
-    "v1: checkpoint": [
-        "test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped",
-        "test_v1.py::test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped",
-    ],
+    "v1: checkpoint": ["test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped"],
     "v1: schedule": ["test_v1.py::test_learning_rate_schedule"],
-    "v1: accumulate": [
-        "test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch",
-        "test_math.py::test_micro_batches_add_up",
-    ],
-    "v1: memory": [
-        "test_math.py::test_token_logprobs_in_chunks_equal_the_whole_gradient_included",
-        "test_v1.py::test_gradient_checkpointing_has_no_dropout",
-        "test_v1.py::test_bf16_stays_near",
-    ],
-    "v1: best": [
-        "test_v1.py::test_best_and_final_folders_score_what_was_logged",
-        "test_v1.py::test_an_early_stop_says_why_and_a_resumed_run_ends_there_too",
-    ],
+    "v1: accumulate": ["test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch"],
+    "v1: memory": ["test_math.py::test_token_logprobs_in_chunks_equal_the_whole_gradient_included"],
+    "v1: best": ["test_v1.py::test_best_and_final_folders_score_what_was_logged"],
     "v1: kl": ["test_math.py::test_adaptive_kl_by_hand", "test_v1.py::test_target_kl_stops_the_epochs"],
     "v1: clip": ["test_math.py::test_dual_clip_and_clip_higher"],
     "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
     "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
-    "v2: buffer": [
-        "test_v2.py::test_draws_follow_the_priorities_with_replacement",
-        "test_v2.py::test_drawn_data_is_what_was_sampled",
-        "test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped",
-    ],
+    "v2: buffer": ["test_v2.py::test_draws_follow_the_priorities_with_replacement"],
+    "v2: lag": ["test_v2.py::test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago"],
     "v2: correction": [
         "test_v2.py::test_corrections_by_hand",
-        "test_v2.py::test_unchanged_weights_give_ratio_one_and_weight_one",
-        "test_v2.py::test_fresh_rows_weigh_exactly_one_and_stale_rows_what_they_should",
+        "test_v2.py::test_the_policy_loss_of_every_step_is_that_of_an_oracle",
     ],
+    "v2: log": ["test_v2.py::test_a_run_begins_with_the_log_of_another"],
     "v2: imitation": ["test_v2.py::test_the_critic_learns_from_fresh_rollouts_only_with_gains"],
     "v2: mix": ["test_v2.py::test_every_minibatch_mixes_in_proportion"],
-    "v2: status": ["test_v2.py::test_efficiency_by_hand", "test_v2.py::test_status_line"],
+    "v2: status": ["test_v2.py::test_efficiency_by_hand"],
 }
 
 
-# --- colour ---
-def colour(source: str) -> list[str]:
-    """Lines of Python as HTML, with a span around keywords, strings, comments, numbers and names being defined."""
-    lines = source.splitlines()
-    spans = [[] for _ in lines]  # (start, end, class) of each line
-    before = ""
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        kind = {tokenize.STRING: "s", tokenize.COMMENT: "c", tokenize.NUMBER: "n"}.get(token.type)
-        if tokenize.tok_name[token.type].startswith("FSTRING"):
-            kind = "s"
-        if token.type == tokenize.NAME and (keyword.iskeyword(token.string) or token.string == "self"):
-            kind = "k"
-        elif token.type == tokenize.NAME and before in ("def", "class"):
-            kind = "d"
-        before = token.string
-        if kind:
-            (first, start), (last, end) = token.start, token.end
-            for row in range(first, last + 1):
-                left, right = start if row == first else 0, end if row == last else len(lines[row - 1])
-                spans[row - 1].append((left, right, kind))
-    coloured = []
-    for line, marks in zip(lines, spans, strict=True):
-        text, at = "", 0
-        for left, right, kind in marks:
-            text += html.escape(line[at:left]) + f'<i class="{kind}">{html.escape(line[left:right])}</i>'
-            at = right
-        coloured.append(text + html.escape(line[at:]))
-    return coloured
+# --- reading the scripts ---
+class Block(NamedTuple):
+    """A top-level function or class: lines first to last (from 0, last excluded), comments above it included."""
+
+    name: str
+    section: str
+    first: int
+    last: int
+    summary: str  # first line of its docstring
+    text: str  # without the comments above
 
 
-# --- meaning ---
+def blocks(source: str) -> list[Block]:
+    lines, found = source.splitlines(), []
+    banners = [(i, match[1]) for i, line in enumerate(lines) if (match := re.fullmatch(r"# --- (.+) ---", line))]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            start = first = min(n.lineno for n in [node, *node.decorator_list]) - 1
+            while lines[first - 1].startswith("#") and not lines[first - 1].startswith("# ---"):
+                first -= 1
+            section = ([name for i, name in banners if i < first] or [SECTIONS[0]])[-1].replace(" ", "_")
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            text = "\n".join(lines[start : node.end_lineno])
+            found.append(Block(node.name, section, first, node.end_lineno, summary, text))
+    return found
+
+
 def read_markers(source: str) -> dict[str, str]:
     """`v2: buffer` -> what the docstring says about it."""
-    docstring = ast.get_docstring(ast.parse(source)) or ""
-    found = re.findall(r"^    (v\d: \w+) +- (.*(?:\n {12,}.*)*)", docstring, re.M)
+    found = re.findall(r"^    (v\d: \w+) +- (.*(?:\n {12,}.*)*)", ast.get_docstring(ast.parse(source)), re.M)
     return {marker: re.sub(r"\s+", " ", text) for marker, text in found}
 
 
-def blocks(source: str) -> list[tuple[int, str]]:
-    """First line and name of every top-level function and class."""
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return [(min([node.lineno, *(d.lineno for d in node.decorator_list)]), node.name) for node in nodes]
+class Change(NamedTuple):
+    """Lines b0 to b1 of the child, which stand at `rows` of the diff, and the markers they belong to."""
+
+    b0: int
+    b1: int
+    rows: range
+    markers: list[str]
 
 
-def names_of(lines: list[str], start: int, end: int, markers: dict, places: list) -> list[str]:
-    """Markers of a hunk, or where there is none the top-level block it stands in."""
-    text, found = "\n".join(lines[start:end]), []
-    for version, names in re.findall(r"# (v\d): ([\w, ]+)", text):
-        found += [f"{version}: {name.strip()}" for name in names.split(",")]
-    found = [name for name in dict.fromkeys(found) if name in markers]
-    inside = [name for first, name in places if first <= start + 1]
-    return found or [inside[-1] if inside else "docstring and imports"]
+def opcodes(a: list[str], b: list[str]) -> list[list]:
+    """As difflib has them, but what is inserted begins with a function and not with the blank lines above it."""
+    ops = [list(op) for op in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()]
+    for before, op, after in zip(ops, ops[1:], ops[2:], strict=False):
+        while op[0] == "insert" and b[op[3]] == b[op[4]] == "":
+            for edge, index in ((before, 2), (before, 4), (op, 1), (op, 2), (op, 3), (op, 4), (after, 1), (after, 3)):
+                edge[index] += 1
+    return ops
 
 
-def describe(name: str, markers: dict) -> str:
-    """A hunk's heading: what it is for, the papers named there, the tests that prove it."""
-    text = re.sub(
-        r"arXiv:(\d{4}\.\d{5})", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', html.escape(markers[name])
-    )
-    tests = " ".join(f'<a href="#{test}">{test.split("::")[1]}</a>' for test in PROOFS[name])
-    return f"<b>{name}</b> {text} <span class=tests>proved by {tests}</span>"
-
-
-# --- page ---
-def row(left, right, kind=""):
-    cells = "".join(f"<td>{number or ''}<td><code>{text}</code>" for number, text in (left, right))
-    return f"<tr{f' class={kind}' if kind else ''}>{cells}"
-
-
-def folded(rows: list[str]) -> str:
-    """Unchanged lines: the ends as context, the middle behind a button."""
-    if len(rows) <= 2 * CONTEXT + 2:
-        return f"<tbody>{''.join(rows)}</tbody>"
-    head, middle, tail = rows[:CONTEXT], rows[CONTEXT:-CONTEXT], rows[-CONTEXT:]
-    button = f"<tr class=fold><td colspan=4><button>{len(middle)} unchanged lines</button>"
-    return (
-        f"<tbody>{''.join(head)}</tbody><tbody>{button}</tbody>"
-        f"<tbody hidden>{''.join(middle)}</tbody><tbody>{''.join(tail)}</tbody>"
-    )
-
-
-def compare(parent: str, child: str) -> tuple[str, str, set[str]]:
-    """-> table, list of its hunks for the sidebar, tests it links to"""
-    sources = [(ROOT / name).read_text() for name in (parent, child)]
-    a, b = (source.splitlines() for source in sources)
-    left, right = map(colour, sources)
-    markers, places = read_markers(sources[1]), blocks(sources[1])
-    table, contents, tests, stem = [], [], set(), child.removesuffix(".py")
-    opcodes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
-    number = 0
-    for tag, a0, a1, b0, b1 in opcodes:
+def compare(a: list[str], b: list[str], markers: dict[str, str]) -> tuple[list[tuple], list[Change]]:
+    """-> rows of the diff: (sign, line of a or b), and its changes; new functions count as one change each"""
+    starts = {i for i in range(1, len(b)) if b[i][:1].strip() and not b[i - 1]}
+    diff, changes = [], []
+    for tag, a0, a1, b0, b1 in opcodes(a, b):
         if tag == "equal":
-            pairs = zip(range(a0, a1), range(b0, b1), strict=True)
-            table.append(folded([row((i + 1, left[i]), (j + 1, right[j])) for i, j in pairs]))
+            diff += [(" ", i) for i in range(b0, b1)]
             continue
-        number += 1
-        names = names_of(b, b0, b1, markers, places)
-        anchor = f"{stem}-{number}"
-        contents.append(f'<li><a href="#{anchor}">{", ".join(names)}</a> <small>+{b1 - b0} −{a1 - a0}</small>')
-        headings = "<br>".join(describe(name, markers) if name in markers else f"<b>{name}</b>" for name in names)
-        tests |= {test for name in names for test in PROOFS.get(name, []) if name in markers}
-        lines = [f'<tr class=head id="{anchor}"><td colspan=4>{headings}']
-        for i in range(max(a1 - a0, b1 - b0)):
-            old = (a0 + i + 1, left[a0 + i]) if a0 + i < a1 else (0, "")
-            new = (b0 + i + 1, right[b0 + i]) if b0 + i < b1 else (0, "")
-            lines.append(row(old, new, "change" if old[0] and new[0] else "add" if new[0] else "gone"))
-        table.append(f"<tbody class=hunk>{''.join(lines)}</tbody>")
-    same = sum(a1 - a0 for tag, a0, a1, *_ in opcodes if tag == "equal")
-    title = f"{parent} → {child}"
-    counts = f"{number} hunks, +{len(b) - same} −{len(a) - same}, {100 * same / len(a):.0f} % of {parent} kept"
-    picture = ROOT / "docs" / PICTURES.get(child, "none")
-    image = ""
-    if picture.exists():
-        data = base64.b64encode(picture.read_bytes()).decode()
-        image = f'<img alt="learning curves of {child}" src="data:image/png;base64,{data}">'
-    head = f"<tr><th><th>{parent}<th><th>{child}"
-    section = (
-        f"<section id={stem}><h2>{title}</h2><p>{counts}</p>{image}<table>{head}{''.join(table)}</table></section>"
-    )
-    return section, f"<h3><a href=#{stem}>{title}</a></h3><ol>{''.join(contents)}</ol>", tests
+        cuts = [b0, *(i for i in range(b0 + 1, b1) if i in starts and a0 == a1), b1]
+        diff += [("-", i) for i in range(a0, a1)]
+        top = len(diff) - (a1 - a0)
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            diff += [("+", i) for i in range(start, end)]
+            names = re.findall(r"# (?:[^#\n]*; )?(v\d): ([\w, ]+)", "\n".join(b[start:end]))
+            found = [f"{version}: {name.strip()}" for version, words in names for name in words.split(",")]
+            found = [name for name in dict.fromkeys(found) if name in markers]
+            if not found and start > b0:  # goes on with what the function above belongs to
+                found = changes[-1].markers
+            changes.append(Change(start, end, range(top, len(diff)), found))
+            top = len(diff)
+    for i, change in enumerate(changes):  # a line without a marker belongs to the marked change next to it
+        near = [x for x in changes[max(i - 1, 0) : i + 2] if max(x.b0 - change.b1, change.b0 - x.b1) <= 2 * CONTEXT]
+        changes[i] = change._replace(markers=change.markers or [m for x in near for m in x.markers][:1])
+    return diff, changes
+
+
+# --- links of the other pages ---
+def link_lines(page: Path) -> str:
+    """The page, with every function and class that its implementation details name linked to its line."""
+    where = {}
+    for script in ("ppo_v1.py", "ppo.py") if page.stem == "ppo" else (f"{page.stem}.py",):
+        for node in ast.parse((ROOT / script).read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                methods = [(f"{node.name}.{x.name}", x) for x in node.body if isinstance(x, ast.FunctionDef)]
+                for name, inner in [(node.name, node), *methods]:
+                    where[name] = f"../{script}#L{inner.lineno}"
+    text, title, details = page.read_text().partition("\n## Implementation details\n")
+    details, end, rest = details.partition("\n## ")
+
+    def link(match):
+        name = match[1] or match[2]
+        return f"[`{name}`]({where[name]})" if name in where else match[0]
+
+    details = re.sub(r"\[`([\w.]+)`\]\(\.\./\w+\.py#L\d+\)|(?<!\[)`([\w.]+)`", link, details)
+    return text + title + details + end + rest
+
+
+# --- writing the page ---
+def colour(source: str) -> list[str]:
+    """Lines of Python as HTML; plain names, operators and spaces go without a span, which halves the page."""
+    text = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    return re.sub(r'<span class="[nopw]">([^<]*)</span>', r"\1", text).split("\n")[: len(source.splitlines())]
+
+
+def with_links(text: str) -> str:
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text[:1].upper() + text[1:]))
+    return re.sub(r"arXiv:(\d{4}\.\d{5}(?:v\d)?)", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', text)
+
+
+def code(rows: list[tuple[str, int | str, str]]) -> str:
+    """Rows of (sign, line number, HTML)."""
+    kinds = {"+": "add", "-": "gone", " ": ""}
+    lines = [f'<span class="line {kinds[sign]}"><s>{number}</s>{text or " "}</span>' for sign, number, text in rows]
+    return f"<pre>{''.join(lines)}</pre>"
 
 
 def show_test(test: str) -> str:
-    """The source of one test, coloured, under the anchor that hunks link to."""
     name, function = test.split("::")
     source = (ROOT / "tests" / name).read_text()
-    node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == function)
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    lines = colour(source)[first - 1 : node.end_lineno]
-    return f'<h4 id="{test}">tests/{name}, line {node.lineno}</h4><pre>{chr(10).join(lines)}</pre>'
+    block = next(block for block in blocks(source) if block.name == function)
+    rows = [(" ", i + 1, line) for i, line in enumerate(colour(source))][block.first : block.last]
+    return f"<details class=test><summary>proved by <code>{function}</code></summary>{code(rows)}</details>"
+
+
+def show_changes(parent: str, child: str, source_url: str) -> str:
+    """Changes of a child by marker, what carries the idea first."""
+    old, new = ((ROOT / name).read_text() for name in (parent, child))
+    markers, places, left, right = read_markers(new), blocks(new), colour(old), colour(new)
+    new_lines = new.splitlines()
+    diff, changes = compare(old.splitlines(), new_lines, markers)
+    top = max(node.end_lineno for node in ast.parse(new).body if isinstance(node, ast.Import | ast.ImportFrom))
+    added, removed = (sum(sign == kind for sign, _ in diff) for kind in "+-")
+    share = 100 * (1 - removed / len(left))
+    parts = [f"<p>+{added} −{removed} lines; {share:.0f} % of <code>{parent}</code> is kept.</p>"]
+
+    def place(change):
+        return next((x for x in reversed(places) if x.first <= change.b0), Block("constants", "args", 0, 0, "", ""))
+
+    rows = [(sign, "" if sign == "-" else i + 1, (left if sign == "-" else right)[i]) for sign, i in diff]
+
+    def show(chosen):
+        pieces = []
+        for change in chosen:  # with unchanged lines around it, but for new functions; neighbours are shown together
+            start, end = change.rows[0], change.rows[-1] + 1
+            inside, goes_on = new_lines[change.b0].startswith(" "), new_lines[change.b1 - 1]
+            for _ in range(CONTEXT):
+                start -= inside and diff[start - 1][0] == " "
+                end += bool(goes_on) and end < len(diff) and diff[end][0] == " "
+            if pieces and pieces[-1][1] <= start <= pieces[-1][2]:
+                pieces[-1][2] = max(end, pieces[-1][2])
+            else:
+                pieces.append([change, start, end])
+        shown = ""
+        for change, start, end in pieces:
+            name = place(change).name if change.b0 >= top else "imports"
+            while not rows[start][2]:
+                start += 1
+            while not rows[end - 1][2]:
+                end -= 1
+            where = f'<a href="{source_url}/{child}#L{change.b0 + 1}">{name}, line {change.b0 + 1}</a>'
+            shown += f"<p class=where>{where}</p>{code(rows[start:end])}"
+        return shown
+
+    changes = [change for change in changes if change.b0 >= ast.parse(new).body[0].end_lineno]  # below the docstring
+    for marker, text in markers.items():
+        chosen = [change for change in changes if marker in change.markers and change.b0 >= top]
+        chosen.sort(key=lambda change: SECTIONS.index(place(change).section))
+        tests = "".join(map(show_test, PROOFS.get(marker, ())))
+        title = f'<h3 id="{marker.replace(": ", "-")}">{marker}</h3><p>{with_links(text)}.</p>'
+        parts.append(title + tests + show(chosen))
+    rest = [change for change in changes if not change.markers or change.b0 < top]
+    parts.append(f"<details><summary>imports, and what has no marker</summary>{show(rest)}</details>")
+    return "".join(parts)
+
+
+def show_blocks(script: str, seen: dict[str, str], source_url: str) -> str:
+    """Functions and classes of a script by section, without those `seen` (text -> script) elsewhere."""
+    source = (ROOT / script).read_text()
+    places, lines = blocks(source), colour(source)
+    _, _, rest = ast.get_docstring(ast.parse(source)).partition("\n")
+    parts = [f"<pre class=doc>{with_links(rest.strip())}</pre>"]
+    for section in SECTIONS:
+        own = [block for block in places if block.section == section and block.text not in seen]
+        if own:
+            parts.append(f"<h3>{section.replace('_', ' ')}</h3>")
+        for block in own:
+            rows = [(" ", i + 1, lines[i]) for i in range(block.first, block.last)]
+            where = f'<a href="{source_url}/{script}#L{block.first + 1}">line {block.first + 1}</a>'
+            title = f"<code>{block.name}</code> {with_links(block.summary)} <small>{where}</small>"
+            parts.append(f"<details><summary>{title}</summary>{code(rows)}</details>")
+    copies = {}
+    for block in places:
+        if block.text in seen:
+            copies.setdefault(seen[block.text], []).append(f"<code>{block.name}</code>")
+    for other, names in copies.items():
+        parts.append(f"<p class=copies>Word for word as in {other}: {', '.join(names)}.</p>")
+    return "".join(parts)
+
+
+def picture(name: str, alt: str) -> str:
+    data = base64.b64encode((ROOT / "docs" / f"{name}.png").read_bytes()).decode()
+    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 
 STYLE = """
-:root{color-scheme:light dark;--b:#fff;--f:#1b1f24;--m:#6a737d;--l:#e4e8ec;--add:#e3f6e8;--gone:#fdeaea;--head:#eef2fb;
---k:#a0306a;--s:#20643a;--c:#6a737d;--n:#1a5fb4;--d:#5b3fb0}
-@media(prefers-color-scheme:dark){:root{--b:#14171a;--f:#dfe4ea;--m:#98a2ad;--l:#2a2f36;--add:#17301f;--gone:#3a1d20;
---head:#1d2433;--k:#f08bbb;--s:#8fd6a4;--c:#98a2ad;--n:#8ab8f5;--d:#bba6f5}}
-body{margin:0;background:var(--b);color:var(--f);font:15px/1.5 system-ui,sans-serif;display:flex}
-nav{width:260px;flex:none;height:100vh;overflow:auto;position:sticky;top:0;padding:0 16px;box-sizing:border-box;
-border-right:1px solid var(--l);font-size:13px}nav ol{padding-left:22px}nav small{color:var(--m)}
-main{flex:1;min-width:0;padding:0 24px 80px}a{color:var(--n)}img{max-width:100%;background:#fff}
-table{border-collapse:collapse;width:100%;table-layout:fixed}th{text-align:left;padding:4px}
-th:nth-child(odd),td:nth-child(odd):not([colspan]){width:44px}
-td{vertical-align:top;padding:0 6px;overflow-wrap:anywhere}td:nth-child(odd):not([colspan]){color:var(--m);
-text-align:right;font:11px/18px ui-monospace,monospace;user-select:none}
-code,pre{font:12px/18px ui-monospace,monospace;white-space:pre-wrap}code i,pre i{font-style:normal}
-pre{background:var(--head);padding:8px 12px}
-.add td:nth-child(n+3),.change td:nth-child(n+3){background:var(--add)}
-.gone td:nth-child(-n+2),.change td:nth-child(-n+2){background:var(--gone)}
-.head td{background:var(--head);padding:6px 10px;border-top:2px solid var(--d)}
-.tests,p{color:var(--m)}.tests a{margin-left:6px}
-.head:target td{outline:2px solid var(--d)}
-.fold button{width:100%;border:0;background:var(--l);color:var(--m);cursor:pointer}
-i.k{color:var(--k)}i.s{color:var(--s)}i.c{color:var(--c)}i.n{color:var(--n)}i.d{color:var(--d);font-weight:600}
-@media(max-width:900px){nav{display:none}main{padding:0 8px}}
+:root{color-scheme:light dark;--b:#fff;--f:#1b1f24;--m:#5f6873;--l:#dde2e8;--add:#dcf5e3;--gone:#fde3e3;
+--box:#f6f8fa;--a:#1a5fb4}
+@media(prefers-color-scheme:dark){:root{--b:#14171a;--f:#dfe4ea;--m:#98a2ad;--l:#2f353d;--add:#15351f;--gone:#43201f;
+--box:#1b1f24;--a:#8ab8f5}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--b);color:var(--f);font:16px/1.55 system-ui,sans-serif;display:flex}
+a{color:var(--a);text-decoration:none}a:hover{text-decoration:underline}
+nav{width:200px;flex:none;height:100vh;overflow:auto;position:sticky;top:0;padding:16px;
+border-right:1px solid var(--l);font-size:14px}
+nav b{display:block;margin-top:12px}nav b a{color:var(--f)}nav span a{display:block;padding-left:10px}
+main{flex:1;min-width:0;max-width:1000px;padding:16px 32px 80px}
+h1{line-height:1.2;margin:8px 0}h2{margin-top:64px;border-top:3px solid var(--l);padding-top:16px}h3{margin-top:36px}
+img{max-width:100%;background:#fff}p,summary{overflow-wrap:anywhere}
+code,pre{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace;font-size:12.5px}
+pre{line-height:19px;margin:4px 0 16px;padding:8px 0;background:var(--box);border-radius:6px;overflow-x:auto}
+pre.doc{padding:8px 12px}
+.line{display:block;width:max-content;min-width:100%;padding-right:12px}
+.line s{display:inline-block;width:44px;padding-right:10px;text-align:right;color:var(--m);text-decoration:none;
+user-select:none}
+.add{background:var(--add)}.gone{background:var(--gone)}
+.where{margin:20px 0 4px;font-size:14px}.copies,small{color:var(--m)}
+summary{cursor:pointer;padding:4px 0}.test summary{color:var(--m);font-size:14px}
+@media(max-width:900px){body{display:block}main{padding:8px 14px 60px}h1{font-size:26px}
+nav{width:auto;height:auto;position:static;border:0;border-bottom:1px solid var(--l);padding:8px 14px 14px}
+nav b{display:inline-block;margin:4px 14px 0 0}nav span{display:none}
+code,pre{font-size:11.5px}pre{line-height:17px}pre.doc{white-space:pre-wrap}.line s{width:34px;padding-right:8px}}
 """
-SCRIPT = """
-document.addEventListener("click", e => {
-  if (!e.target.matches(".fold button")) return;
-  const fold = e.target.closest("tbody");
-  fold.nextElementSibling.hidden = false; fold.remove();
-});
-document.addEventListener("keydown", e => {  // n and p: next and previous hunk
-  if (e.key !== "n" && e.key !== "p" || e.ctrlKey || e.metaKey) return;
-  const tops = [...document.querySelectorAll(".head")], at = t => t.getBoundingClientRect().top;
-  const to = e.key === "n" ? tops.find(t => at(t) > 60) : tops.filter(t => at(t) < 20).pop();
-  if (to) to.scrollIntoView();
-});
-"""
+QUESTION = "How do you learn from experience that is not fresh?"
+INTRO = """Six scripts, one algorithm each. Here they stand by idea: the words, the paper, the test that proves it, and
+the code that it takes. ppo_v1.py and ppo_v2.py are shown as changes to their parent, green lines new, red ones gone;
+the others function by function."""
 
 
-def build() -> str:
-    present = [pair for pair in PAIRS if all((ROOT / name).exists() for name in pair)]
-    sections, contents, tests = zip(*[compare(*pair) for pair in present], strict=True)
-    proofs = "".join(show_test(test) for test in sorted(set().union(*tests)))
-    intro = "What each script adds to the one it comes from. Unchanged lines unfold; keys n and p go from hunk to hunk."
+def build(source_url: str = "..") -> str:
+    sections, contents, seen = [], [], {}
+    for script, parent in PARENTS.items():
+        source, stem = (ROOT / script).read_text(), script.removesuffix(".py")
+        title = ast.get_docstring(ast.parse(source)).partition("\n")[0].partition(" - ")[2]
+        body = show_changes(parent, script, source_url) if parent else show_blocks(script, seen, source_url)
+        seen = {block.text: script for block in blocks(source)} | seen
+        image = picture(PICTURES[stem], f"results of {script}") if stem in PICTURES else ""
+        page = f'<a href="{source_url}/docs/{"ppo" if stem == "ppo_v1" else stem}.md">Its page</a>'
+        sections.append(f"<h2 id={stem}>{script}</h2><p>{with_links(title)} {page}.</p>{image}{body}")
+        links = "".join(f'<a href="#{m.replace(": ", "-")}">{m[4:]}</a>' for m in read_markers(source))
+        contents.append(f'<b><a href="#{stem}">{script}</a></b><span>{links}</span>')
+    formatters = [HtmlFormatter(style=name, nobackground=True) for name in ("xcode", "github-dark")]
+    light, dark = (formatter.get_style_defs("pre") for formatter in formatters)
+    style = f"{STYLE}{light}@media(prefers-color-scheme:dark){{{dark}}}"
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'><link rel=icon href='data:,'>"
     return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>How to read the diffs</title>"
-        f"<meta name=viewport content='width=device-width'><link rel=icon href='data:,'><style>{STYLE}</style>"
-        f"<body><nav>{''.join(contents)}<h3><a href=#tests>tests</a></h3></nav>"
-        f"<main><h1>How to read the diffs</h1><p>{intro}</p>{''.join(sections)}"
-        f"<section id=tests><h2>Tests</h2>{proofs}</section></main><script>{SCRIPT}</script></html>\n"
+        f"<!doctype html><html lang=en>{head}<title>{QUESTION}</title><style>{style}</style><body>"
+        f"<nav>{''.join(contents)}</nav><main><h1>{QUESTION}</h1><p>{INTRO}</p>"
+        f"{picture('overview', 'each method beside its simplest rival')}{''.join(sections)}</main></html>\n"
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reading.html")
-    out = parser.parse_args().out
-    out.write_text(build())
-    print(out)
+    parser.add_argument("--source", default="..", help="where the scripts are, for links to their lines")
+    parser.add_argument("--link-lines", action="store_true", help="no page; see above")
+    options = parser.parse_args()
+    for page in (ROOT / "docs").glob("*.md") if options.link_lines else ():
+        page.write_text(link_lines(page))
+    if options.link_lines:
+        sys.exit()
+    options.out.write_text(build(options.source))
+    print(options.out)

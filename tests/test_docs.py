@@ -1,29 +1,47 @@
-"""README, pages, docstrings, tables and code say the same."""
+"""README, pages, docstrings, tables and code say the same; what a page tells a reader to type runs."""
 
-import csv
 import difflib
 import importlib
-import importlib.util
 import json
+import math
+import pickle
 import re
 import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
 
+import numpy as np
 import pytest
+import transformers
 import tyro
-from conftest import LM_SCRIPTS, ROOT, TINY_LM
+from conftest import ROOT
+
+import ppo
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 PARENTS = {"ppo_v1": "ppo", "ppo_v2": "ppo_v1"}
-COMMAND = r"^(?:.*&& )?(?:torchrun --nproc-per-node \d+|python) (\w+)\.py\b([^#\n]*)"
+COMMAND = r"(?:.*&& )?(torchrun --nproc-per-node \d+|python) (\w+)\.py\b([^#\n]*)"
+ids = dict(ids=lambda path: path.name)
+
+
+def fences(text):
+    """(language, content, words before it) of every fenced block"""
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.S | re.M)
+    return [(match[1], match[2].replace("\\\n", " "), text[: match.start()]) for match in found]
 
 
 def commands(text):
-    """(script, flags) of every command in a fenced block; a backslash goes on with the next line."""
-    blocks = "\n".join(re.findall(r"```(?:bash)?\n(.*?)```", text, re.S))
-    return re.findall(COMMAND, blocks.replace("\\\n", " "), re.M)
+    """(launcher, script, flags) of every line to type"""
+    lines = [line for language, block, _ in fences(text) if language in ("", "bash") for line in block.splitlines()]
+    return [match.groups() for line in lines if (match := re.match(COMMAND, line))]
 
 
+# --- what stands there ---
 def test_the_readme_is_one_page():
     lines = README.splitlines()
     prose = [line for line in lines if not line.startswith(("|", "![", "[!["))]
@@ -33,67 +51,7 @@ def test_the_readme_is_one_page():
     assert "pip install -r requirements.txt && pytest" in README
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_commands_of_the_pages_parse(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = commands(page.read_text())
-    assert found
-    for script, flags in found:
-        module = importlib.import_module(script)
-        for path in re.findall(r"jsonl:(\S+)", flags):
-            (tmp_path / path).touch()
-        tyro.cli(module.Args, args=shlex.split(flags))
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("*.py")))
-def test_commands_of_the_docstring_parse(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "questions.jsonl").touch()
-    module = importlib.import_module(name)
-    found = re.findall(COMMAND.replace("^", "^    "), module.__doc__.replace("\\\n", " "), re.M)
-    assert found and {script for script, _ in found} == {name}
-    for _, flags in found:
-        tyro.cli(module.Args, args=shlex.split(flags))
-
-
-def documented_keys(page):
-    """Keys in the first column of a page's metrics table."""
-    table = re.split(r"\n## ", (ROOT / "docs" / page).read_text().split("\n## What it logs\n")[1])[0]
-    return {key for cell in re.findall(r"^\| (`.*?) \|", table, re.M) for key in re.findall(r"`([^`]+)`", cell)}
-
-
-def test_logged_keys_are_documented_and_back(tmp_path):
-    logged = {}
-    for name in LM_SCRIPTS:
-        module = importlib.import_module(name)
-        options = TINY_LM | (dict(use_replay_buffer=True, min_replay_size=4) if name == "ppo_v2" else {})
-        module.main(module.Args(**options, run_dir=str(tmp_path / name)))
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        logged[name] = set().union(*map(json.loads, lines)) - {"global_step"}
-    assert logged["ppo_v1"] == documented_keys("ppo.md")
-    assert logged["ppo_v2"] - logged["ppo_v1"] == documented_keys("ppo_v2.md")
-
-
-def test_the_reward_function_of_the_page_trains(tmp_path):
-    import ppo
-
-    code = re.search(r"```python\n(# mine\.py\n.*?)```", (ROOT / "docs" / "ppo.md").read_text(), re.S)[1]
-    (tmp_path / "mine.py").write_text(code)
-    options = TINY_LM | dict(num_iterations=1, reward_fn=f"{tmp_path}/mine.py:score", run_dir=str(tmp_path / "run"))
-    assert ppo.main(ppo.Args(**options))["charts/score"] <= 1
-
-
-@pytest.mark.parametrize("name", PARENTS)
-def test_markers_match_the_docstring(name):
-    version = name.split("_")[1]
-    _, docstring, text = (ROOT / f"{name}.py").read_text().split('"""', 2)
-    listed = set(re.findall(rf"^    {version}: (\w+)", docstring, re.M))
-    found = re.findall(rf"# (?:[^#\n]*; )?{version}: ([\w, ]+)", text)
-    marked = {name.strip() for names in found for name in names.split(",")}
-    assert listed == {name for name in marked if name in listed} and not marked - listed - {"all"}
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("*.py")))
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_lines_and_diffs_in_the_readme(name):
     row = re.search(rf"^\| \[`{name}\.py`\].*$", README, re.M)[0]
     child = (ROOT / f"{name}.py").read_text().splitlines()
@@ -107,32 +65,199 @@ def test_lines_and_diffs_in_the_readme(name):
         assert same >= 0.92 * len(parent)
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmark" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("page", PAGES, **ids)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(((?!http)[^)]*)\)", page.read_text()):
+        target = re.sub(r"^\.\./\.\./actions(/workflows/\w+\.yml)(/badge\.svg)?$", r".github\1", target)  # on GitHub
+        if target == "../../deployments/github-pages":
+            target = ".github/workflows/page.yml"
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor and linked.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+
+    for name, path, line in re.findall(r"\[`(?:\w+\.)?(\w+)`\]\(([\w./]+)#L(\d+)\)", page.read_text()):
+        text = (page.parent / path).read_text().splitlines()[int(line) - 1]
+        assert re.match(rf"\s*(def|class) {name}\b", text), f"{name}: python docs/build.py --link-lines"
 
 
-def test_tables_of_the_ppo_pages_are_the_raw_data():
-    plain, replay = ((ROOT / "docs" / name).read_text() for name in ("ppo.md", "ppo_v2.md"))
-    assert load("ppo_default").table() in plain
-    assert load("peers").tables(list(csv.DictReader(open(ROOT / "benchmark" / "peers.csv")))) in plain
-    study = load("replay_study")
-    curves, tuning = study.read(study.HERE / "replay_study.csv"), study.read(study.HERE / "replay_tuning.csv")
-    tables = [study.table(task, curves) for task in study.TASKS]
-    for table in (*tables, study.critic_table(curves), study.grid_table(tuning)):
-        assert len(table.splitlines()) > 3 and table in replay, table
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_markers_match_the_docstring(name):
+    _, docstring, text = (ROOT / f"{name}.py").read_text().split('"""', 2)
+    listed = re.findall(r"^    ([\w-]+): (\w+) +- ", docstring, re.M)
+    for family in {family for family, _ in listed}:
+        found = re.findall(rf"# (?:[^#\n]*; )?{family}: ([\w, ]+)", text)
+        marked = {word.strip() for words in found for word in words.split(",")} - {"all"}
+        assert marked == {marker for other, marker in listed if other == family}
 
 
-def test_links_resolve():
-    for page in PAGES:
-        text = page.read_text()
-        for target in re.findall(r"\]\(((?!http)[^)]*)\)", text):
-            path, _, anchor = target.partition("#")
-            linked = page.parent / path if path else page
-            assert linked.exists(), (page.name, target)
-            if anchor:
-                titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
-                anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
-                assert anchor in anchors, (page.name, target)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_one_copied_file_names_what_it_needs(name):
+    """PEP 723: the versions of requirements.txt, and nothing imported at the top is missing."""
+    source = (ROOT / f"{name}.py").read_text()
+    block = re.match(r"# /// script\n(.*?)# ///\n", source, re.S)[1].replace("# ", "")
+    needs = tomllib.loads(block)["dependencies"]
+    pins = (ROOT / "requirements.txt").read_text().split()
+    assert all(need in pins or need in {pin.split("==")[0] for pin in pins} for need in needs)
+    imported = {module for module in re.findall(r"^(?:import|from) (\w+)", source, re.M)} - sys.stdlib_module_names
+    assert imported - {"tokenizers"} <= {need.split("==")[0] for need in needs}  # tokenizers comes with transformers
+
+
+def test_one_version_of_ruff():
+    files = ("pyproject.toml", ".pre-commit-config.yaml", ".github/workflows/tests.yml")
+    versions = [re.search(r"(?:ruff==|rev: v)([\d.]+)", (ROOT / name).read_text())[1] for name in files]
+    assert len(set(versions)) == 1, versions
+
+
+# --- what a reader types ---
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_commands_of_the_docstring_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "questions.jsonl").touch()
+    module = importlib.import_module(name)
+    found = re.findall("^    " + COMMAND, module.__doc__.replace("\\\n", " "), re.M)
+    assert found and {script for _, script, _ in found} == {name}
+    for _, _, flags in found:
+        tyro.cli(module.Args, args=shlex.split(flags))
+
+
+@pytest.mark.parametrize("page", PAGES, **ids)
+def test_commands_in_the_text_exist(page):
+    text = page.read_text()
+    for path, flags in re.findall(r"python ((?:benchmark|docs)/\w+\.py)([^`#\n]*)", text):
+        source = (ROOT / path).read_text()
+        assert all(f'"{flag}"' in source for flag in re.findall(r"--[\w-]+", flags)), (path, flags)
+    typed = [command[1:] for command in commands(text)] if text == README else []  # those of a page are run below
+    for script, flags in typed + re.findall(r"`python (\w+)\.py([^`]*)`", text):
+        tyro.cli(importlib.import_module(script).Args, args=shlex.split(flags.replace("--seed S", "--seed 1")))
+    for extra in re.findall(r"\.\[(\w+)\]", text):
+        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+SMALL = dict.fromkeys(
+    ("ppo", "ppo_v1", "ppo_v2"), "--num-iterations 2 --batch-size 8 --num-minibatches 2 --sft-steps 2 --eval-size 4"
+)
+SMALL["het_grpo"] = "--num-tasks 4 --group-size 4 --num-iterations 2 --num-families 3 --num-rooms 4 --init-exp-tasks 8"
+SMALL["het_grpo"] += " --eval-size 6"
+SMALL["sac_hybrid"] = "--max-steps 60 --training-starts 20 --batch-size 8 --hidden-size 16 --log-interval 15"
+SMALL["wsrl_warmup"] = "--online-steps 30 --batch-size 8 --hidden-size 16 --eval-episodes 1 --buffer-size 100"
+SMALL["wsrl_warmup"] += " --log-interval 5"
+WHERE = {  # flags that are allowed with some commands only
+    "ppo_v2": (lambda flags: " --use-replay" in flags, "--min-replay-size 4 --replay-sample-size 4"),
+    "het_grpo": (lambda flags: "--model-name" not in flags, "--warm-start-steps 2"),
+    "sac_hybrid": (lambda flags: "--eval-episodes 0" not in flags, "--eval-episodes 1 --report-episodes 1"),
+    "wsrl_warmup": (
+        lambda flags: "--stage" in flags or "--checkpoint" not in flags,
+        "--offline-steps 20 --data-size 200",
+    ),
+}
+LOGS_MORE = {  # commands without which a metric of the table is not logged
+    "het_grpo": ["--env game.py:Game --max-turns 1 --use-experience-replay --updated-freq 1"],
+    "wsrl_warmup": ["--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"],
+}
+ELSEWHERE = ("rg:", "Reacher", "sums.jsonl", "package:")  # an extra; what a page speaks of and does not make
+# what the page leaves to the reader's arm
+ARM = "spacemouse_is_touched = looks_done = lambda: False\nspacemouse_action = move_the_arm = lambda *action: None\n"
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """An empty folder, but for a model with a chat template, FOLDER, and a demo, expert.pkl, that pages speak of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
+    tokenizer = ppo.make_tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained("FOLDER")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **special)
+    transformers.LlamaForCausalLM(config).save_pretrained("FOLDER")
+    step = dict(observations=np.zeros(3, np.float32), actions=np.zeros(1, np.float32), rewards=0.0, dones=True)
+    step["next_observations"] = step["observations"]
+    (tmp_path / "expert.pkl").write_bytes(pickle.dumps([step] * 2))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def walk(page, folder):
+    """Does what a page says, with small settings -> {run folder: flags}"""
+    later, runs = [], {}
+    for language, block, before in fences(page.read_text()):
+        name = re.match(r"# (\w+\.py)\n", block) or re.search(r"Save this as `([\w.]+)`:\s*$", before)
+        if name:
+            (folder / name[1]).write_text(ARM * ("spacemouse" in block) + block)
+        elif "final_model" in block:
+            later.append(block)
+        elif language == "python":
+            exec(block, {})
+        for line in block.splitlines() if language in ("", "bash") else ():
+            if line.startswith("echo "):
+                subprocess.run(line, shell=True, check=True)
+    found = [(*command, "") for command in commands(page.read_text())]
+    found += [("python", page.stem, flags, flags) for flags in LOGS_MORE.get(page.stem, ())]
+    for launcher, script, flags, last in found:
+        if any(word in flags for word in ELSEWHERE):
+            continue
+        module, (allowed, more) = importlib.import_module(script), WHERE.get(script, (lambda flags: False, ""))
+        words = [flags, SMALL[script], "--device cpu", more * allowed(flags), last]
+        words += [f"--run-dir runs/{len(runs)}"] * ("--run-dir" not in flags)
+        args = tyro.cli(module.Args, args=shlex.split(" ".join(words)))
+        if launcher != "python":
+            continue
+        metrics = module.main(args)
+        if (folder / args.run_dir / "metrics.jsonl").exists():
+            assert all(math.isfinite(value) for value in metrics.values() if value is not None), (script, flags)
+            runs[args.run_dir] = flags
+    for block in later:  # the trained model in the reader's own code
+        trained = next((run for run, flags in runs.items() if "my_env" in flags), "runs/0")
+        names = dict(obs=np.zeros(3, np.float32))
+        names["observation"] = dict(image=np.zeros((64, 64, 3), np.uint8), pose=np.zeros(7, np.float32))
+        exec(re.sub(r'"runs/[^"]*(/final_model\.pth)"', rf'"{trained}\1"', block), names)
+        assert np.abs(names["action"]).max() <= 1
+    return runs
+
+
+def documented_keys(page):
+    """Keys in the first column of a page's metrics table; `losses/{a,b}` are two."""
+    table = re.split(r"\n## ", page.read_text().split("\n## What it logs\n")[1])[0]
+    for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
+        for key in re.findall(r"`([^`]+)`", cell):
+            group = re.fullmatch(r"(.*)\{(.*,.*)\}", key)
+            yield from [group[1] + part for part in group[2].split(",")] if group else [key]
+
+
+@pytest.mark.parametrize("page", PAGES[1:], **ids)
+def test_what_a_page_says_runs_and_logs_what_the_page_lists(page, reader):
+    logged, listed = set(), set(documented_keys(page)) | {"global_step"}
+    for run in walk(page, reader):
+        rows = (reader / run / "metrics.jsonl").read_text().splitlines()
+        logged |= {re.sub(r"bucket_\d", "bucket_{s}", key) for row in rows for key in json.loads(row)}
+    if page.name == "ppo_v2.md":
+        listed |= set(documented_keys(page.with_name("ppo.md")))
+    assert logged == listed
+
+
+# --- what was measured ---
+BY_HAND = ["| answers | 0 | 96 | 192 | sampled, last batch |"]  # heads of tables that no CSV is behind
+
+
+def test_tables_of_the_pages_are_what_the_benchmarks_print(tmp_path):
+    for path in (ROOT / "benchmark", ROOT / "docs"):
+        shutil.copytree(path, tmp_path / path.name)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    command = [sys.executable, tmp_path / "benchmark" / "all.py", "--tables"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    printed = {line for line in done.stdout.splitlines() if line.startswith("|")}
+    pages = "\n".join(page.read_text() for page in PAGES)
+    assert len(printed) > 30 and not [line for line in printed if line not in pages.splitlines()]
+    for page in PAGES[1:]:
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text().split("\n## Results\n")[1], re.M):
+            lines = table.splitlines()
+            assert lines[0] in BY_HAND or not set(lines) - printed, (page.name, lines[0])
+            assert len(lines) <= 10 or "| setting |" in lines[0], f"{page.name}: more than eight rows, and no grid"

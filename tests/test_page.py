@@ -1,14 +1,11 @@
 """The reading page: docs/build.py."""
 
-import contextlib
+import html
 import importlib.util
 import json
 import re
 import shutil
-import socket
 import subprocess
-import time
-import urllib.request
 
 import pytest
 from conftest import ROOT
@@ -16,6 +13,7 @@ from conftest import ROOT
 spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
+CHILDREN = [(parent, child) for child, parent in build.PARENTS.items() if parent]
 
 
 @pytest.fixture(scope="module")
@@ -23,91 +21,91 @@ def page():
     return build.build()
 
 
+def section(page, child):
+    return re.search(rf"<h2 id={child[:-3]}>.*?(?=<h2|</main>)", page, re.S)[0]
+
+
 def test_every_marker_has_its_words_and_its_proof():
     known = {}
-    for _, child in build.PAIRS[:2]:
+    for _, child in CHILDREN:
         known |= build.read_markers((ROOT / child).read_text())
-    assert known.keys() == build.PROOFS.keys() and len(known) == 14
-    assert known["v2: mix"] == "every minibatch holds fresh and replayed rows in proportion"
-    assert "arXiv:2110.00641" in known["v2: correction"]  # on a continuation line
+    assert known.keys() == build.PROOFS.keys()
 
 
-def test_every_link_inside_the_page_resolves(page):
-    targets = set(re.findall(r'id="?([^"> ]+)', page))
-    links = re.findall(r'href="?#([^"> ]+)', page)
-    assert len(links) > 40 and set(links) <= targets
-    outside = set(re.findall(r'href="?(https?://[^"> ]+)', page))
-    assert outside and all(re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}", link) for link in outside)
+def test_every_link_resolves(page):
+    targets = set(re.findall(r'id="?([\w-]+)', page))
+    links = re.findall(r'href="#([^"]+)"', page)
+    assert len(links) > 15 and set(links) <= targets
+    for path, line, name in set(re.findall(r'href="\.\./([^"#]+)(?:#L(\d+)">(\w+))?', page)):
+        lines = (ROOT / path).read_text().splitlines()
+        if line and name not in ("line", "imports", "constants", "main"):
+            assert any(re.match(rf"(def|class) {name}\b", text) for text in lines[: int(line) + 4]), (path, line, name)
+    papers = re.findall(r'href="(https?:[^"]+)', page)
+    assert papers and all(re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}(v\d)?", link) for link in papers)
 
 
 def test_colours_lose_no_character():
     source = (ROOT / "ppo_v2.py").read_text()
     plain = [re.sub(r"<[^>]+>", "", line) for line in build.colour(source)]
-    assert [build.html.unescape(line) for line in plain] == source.splitlines()
+    assert [html.unescape(line) for line in plain] == source.splitlines()
 
 
-def test_both_sides_are_whole(page):
-    """Every line of parent and child stands in the table, in order."""
-    table = re.search(r"<section id=ppo_v2>.*?</section>", page, re.S)[0]
-    for side, name in ((1, "ppo_v1.py"), (3, "ppo_v2.py")):
-        rows = [re.split(r"<td[^>]*>", part) for part in re.findall(r"<tr[^>]*>(?:<td>.*?){4}(?=<tr|</tbody)", table)]
-        numbers = [int(cells[side]) for cells in rows if cells[side].isdigit()]
-        assert numbers == list(range(1, len((ROOT / name).read_text().splitlines()) + 1))
+@pytest.mark.parametrize("parent, child", CHILDREN)
+def test_every_change_is_shown_under_its_marker(page, parent, child):
+    a, source = (ROOT / parent).read_text().splitlines(), (ROOT / child).read_text()
+    b, markers = source.splitlines(), build.read_markers(source)
+    diff, _ = build.compare(a, b, markers)
+    assert [(a if sign == "-" else b)[i] for sign, i in diff if sign != "+"] == a
+    assert [i for sign, i in diff if sign != "-"] == list(range(len(b)))
+    end = next(i for i, line in enumerate(b) if line == '"""')  # of the docstring
+    added = {i + 1 for sign, i in diff if sign == "+" and i > end and b[i]}
+    shown = {int(n) for n in re.findall(r'class="line add"><s>(\d+)', section(page, child))}
+    assert added <= shown <= {i + 1 for sign, i in diff if sign == "+"}
+    for marker in markers:
+        part = re.search(rf'<h3 id="{marker.replace(": ", "-")}">.*?(?=<h3|$)', section(page, child), re.S)[0]
+        marked = {i + 1 for i, line in enumerate(b) if i > end and re.search(rf"# (.*; )?{marker}\b", line)}
+        assert marked and marked <= {int(n) for n in re.findall(r'class="line add"><s>(\d+)', part)}, marker
 
 
-class Browser:
-    """Chromium through chromedriver's HTTP interface."""
-
-    def __init__(self, port):
-        self.root = f"http://127.0.0.1:{port}"
-        arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000"]
-        wanted = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
-        self.root += "/session/" + self.post("/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-
-    def post(self, path, body):
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.root + path, json.dumps(body).encode(), headers)
-        return json.load(urllib.request.urlopen(request, timeout=60))["value"]
-
-    def run(self, script):
-        return self.post("/execute/sync", {"script": script, "args": []})
+@pytest.mark.parametrize("child", [child for _, child in CHILDREN])
+def test_ideas_come_first_and_imports_are_folded(page, child):
+    text = section(page, child)
+    unfolded = re.sub(r"<details.*?</details>", "", text, flags=re.S)
+    added = re.findall(r'class="line add"><s>\d+</s>(.*?)(?=<span class="line|</pre>)', unfolded)
+    added = [re.sub(r"<[^>]+>", "", line) for line in added]
+    assert len(added) > 100 and not [line for line in added if line.startswith(("import ", "from "))]
+    places = re.findall(r"<p class=where><a [^>]*>(\w+), line", unfolded.split("<h3")[1])
+    assert places[0] != "Args" and {"Args", "constants"} & set(places[-3:]), "options come after what they steer"
 
 
-@pytest.fixture
-def browser():
-    if not (shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome"))):
-        pytest.skip("no chromium with chromedriver here")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL) as driver:
-        try:
-            for _ in range(100):
-                with contextlib.suppress(OSError):
-                    browser = Browser(port)
-                    break
-                time.sleep(0.2)
-            yield browser
-        finally:
-            with contextlib.suppress(Exception):
-                urllib.request.urlopen(urllib.request.Request(browser.root, method="DELETE"), timeout=10)
-            driver.terminate()
+def test_a_block_that_two_scripts_share_is_shown_once(page):
+    assert page.count("<s>") < 12_000
+    assert "Word for word as in sac_hybrid.py:" in section(page, "wsrl_warmup.py")
+    assert "<code>td_target</code> " not in section(page, "wsrl_warmup.py")  # in the list only, with a comma after it
 
 
-def test_in_a_browser(browser, page, tmp_path):
+CHECK = """<iframe id=f height=844 src=page.html></iframe><script>f.width = WIDTH; f.onload = () => {
+const d = f.contentDocument, height = x => x.getBoundingClientRect().height;
+f.contentWindow.location.hash = "#v2-buffer";
+const fold = d.querySelector("#v2-buffer + p + details"), closed = height(fold); fold.open = true;
+document.body.textContent = JSON.stringify({width: d.documentElement.scrollWidth, opened: height(fold) - closed,
+top: d.getElementById("v2-buffer").getBoundingClientRect().top,
+nav: d.querySelector("nav a[href='#v2-buffer']").offsetHeight,
+images: [...d.images].map(i => i.naturalWidth)})}</script>"""
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_in_a_browser(page, tmp_path, width):
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if not chromium:
+        pytest.skip("no chromium here")
     (tmp_path / "page.html").write_text(page)
-    browser.post("/url", {"url": f"{(tmp_path / 'page.html').as_uri()}"})
-    hunk = re.search(r'id="(ppo_v2-\d+)"><td colspan=4><b>v2: buffer</b>', page)[1]
-    browser.run(f"document.querySelector('nav a[href=\"#{hunk}\"]').click()")
-    box = browser.run(f"const b = document.getElementById('{hunk}').getBoundingClientRect(); return [b.top, b.height]")
-    assert -1 <= box[0] < 1000 and box[1] > 10  # the link brought it into view
-    shown = f"return document.getElementById('{hunk}').parentElement.innerText"
-    assert "use_replay_buffer: bool = False" in browser.run(shown)
-    hidden = "return [...document.querySelectorAll('tbody')].filter(b => b.hidden).length"
-    folds = browser.run(hidden)
-    browser.run("document.querySelector('.fold button').click()")
-    assert folds > 20 and browser.run(hidden) == folds - 1
-    broken = "return [...document.querySelectorAll('a[href^=\"#\"]')].filter("
-    assert browser.run(broken + "a => !document.getElementById(decodeURIComponent(a.hash.slice(1)))).length") == 0
-    assert browser.run("return [...document.images].every(i => i.complete && i.naturalWidth > 100)")
-    assert browser.post("/se/log", {"type": "browser"}) == []  # no error on the console
+    (tmp_path / "check.html").write_text(CHECK.replace("WIDTH", str(width)))
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --window-size=1500,1000".split()
+    flags += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
+    url = (tmp_path / "check.html").as_uri()
+    shown = subprocess.run([chromium, *flags, url], capture_output=True, text=True, timeout=120).stdout
+    found = json.loads(html.unescape(re.search(r"<body>(.*?)</body>", shown, re.S)[1]))
+    assert found["width"] <= width, "nothing but code scrolls sideways"
+    assert abs(found["top"]) < 5 and found["opened"] > 40 and min(found["images"]) > 100
+    assert (found["nav"] > 0) == (width > 900)

@@ -1,5 +1,6 @@
-"""ppo_v2.py: replay by hand, and through the real training step."""
+"""ppo_v2.py: replay, lag and corrections by hand, and through the real training step."""
 
+import json
 import math
 import re
 
@@ -15,23 +16,23 @@ REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8, n
 PER = [0.2077657, 0.3149140, 0.4773203]  # (1, 2, 4) ** 0.6, normalised
 
 
-def filled(births, reuses, priorities=None, **options):
-    """A buffer with these samples, one token each."""
-    options = dict(priority_alpha=0.6, priority_age_tau=None, replay_advantages="all") | options
+def filled(births, reuses, priorities=None, size=1, **options):
+    """A buffer with these samples, one token each, that draws `size`."""
+    options = dict(priority_alpha=0.6, priority_age_tau=None, replay_advantages="all", min_replay_size=1) | options
+    options = dict(replay_sample_size=size, max_replay_reuse=10**9) | options
     buffer = ppo_v2.ReplayBuffer(ppo_v2.Args(use_replay_buffer=True, **options))
     for i, birth in enumerate(births):
         one = torch.ones(1, 1)
-        names = ("logprobs", "ref_logprobs", "values", "prompt_ids", "prompt_mask", "response_ids", "response_mask")
-        rows = dict.fromkeys(names, one) | dict(scores=tensor([float(i)]))
+        rows = dict.fromkeys((*ppo_v2.STORED, "prompt_mask", "response_mask"), one) | dict(scores=tensor([float(i)]))
         buffer.add(rows | dict(advantages=one * (priorities[i] - 1e-6 if priorities else 1.0)), birth)
         buffer.samples[-1]["reuse"] = reuses[i]
     return buffer
 
 
-def frequencies(buffer, size, iteration=2, draws=4000):
+def frequencies(buffer, iteration=2, draws=4000):
     """How much of what is drawn is each sample."""
     torch.manual_seed(0)
-    ids = [id(sample) for _ in range(draws) for sample in buffer.draw(size, iteration, 10**9, 0.0)[0]]
+    ids = [id(sample) for _ in range(draws) for sample in buffer.draw(iteration)[0]]
     return [ids.count(id(sample)) / len(ids) for sample in buffer.samples]
 
 
@@ -50,32 +51,33 @@ def test_priorities_are_mean_gains_or_mean_sizes():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_draws_follow_the_priorities_with_replacement(size):
-    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4]), size) == pytest.approx(PER, abs=0.025)
+    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4], size)) == pytest.approx(PER, abs=0.025)
 
 
 def test_an_iteration_counts_once_however_often_it_draws_a_rollout():
-    buffer = filled([1, 1, 1], [0, 0, 0], [1, 2, 1e9])
-    assert [sample["score"] for sample in buffer.draw(3, 2, 4, 0.0)[0]] == [2.0] * 3
+    buffer = filled([1, 1, 1], [0, 0, 0], [1, 2, 1e9], size=3)
+    assert [sample["score"] for sample in buffer.draw(2)[0]] == [2.0] * 3
     assert [sample["reuse"] for sample in buffer.samples] == [0, 0, 1]
 
 
 def test_the_odds_of_a_rollout_fall_with_its_age():
-    young = frequencies(filled([0, 10], [0, 0], priority_age_tau=10.0), 1, iteration=10)[1]
+    young = frequencies(filled([0, 10], [0, 0], priority_age_tau=10.0), iteration=10)[1]
     assert young == pytest.approx(1 / (1 + math.exp(-1)), abs=0.025)
 
 
 def test_uniform_draws_weigh_one():
-    buffer = filled([1] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], use_priority_sampling=False)
+    options = dict(use_priority_sampling=False, priority_beta=1.0)
     for size in (1, 4, 6):
-        assert buffer.draw(size, 2, 4, beta=1.0)[1].tolist() == pytest.approx([1] * size)
-    assert frequencies(buffer, 1, draws=6000) == pytest.approx([1 / 6] * 6, abs=0.025)
+        buffer = filled([1] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], size, **options)
+        assert buffer.draw(2)[1].tolist() == pytest.approx([1] * size)
+    assert frequencies(buffer, draws=1000) == pytest.approx([1 / 6] * 6, abs=0.025)
 
 
 def test_weights_of_prioritized_draws_by_hand():
     torch.manual_seed(0)
     found = {}
     while len(found) < 3:  # until a draw of three holds each: the largest weight drawn is 1
-        drawn, drawn_weights = filled([1, 1, 1], [0, 0, 0], [1, 2, 4]).draw(3, 2, 4, beta=0.4)
+        drawn, drawn_weights = filled([1, 1, 1], [0, 0, 0], [1, 2, 4], 3, priority_beta=0.4).draw(2)
         found = {sample["score"]: weight.item() for sample, weight in zip(drawn, drawn_weights, strict=True)}
     assert [found[i] for i in range(3)] == pytest.approx([1, 0.8467453, 0.7169776], abs=1e-6)
 
@@ -83,9 +85,10 @@ def test_weights_of_prioritized_draws_by_hand():
 def test_weights_undo_the_odds_even_where_much_of_the_buffer_is_drawn():
     """32 of 64 at odds 10:1. The four likely ones are 4/64 of the buffer, and are to count for that."""
     torch.manual_seed(0)
-    buffer, shares = filled([1] * 64, [0] * 64, [10] * 4 + [1] * 60, priority_alpha=1.0), []
+    options, shares = dict(priority_alpha=1.0, priority_beta=1.0), []
+    buffer = filled([1] * 64, [0] * 64, [10] * 4 + [1] * 60, 32, **options)
     for _ in range(2000):
-        drawn, drawn_weights = buffer.draw(32, 2, 10**9, beta=1.0)
+        drawn, drawn_weights = buffer.draw(2)
         likely = tensor([sample["score"] < 4 for sample in drawn])
         shares.append(drawn_weights[likely].sum() / drawn_weights.sum())
     assert torch.stack(shares).mean().item() == pytest.approx(4 / 64, rel=0.05)
@@ -95,21 +98,28 @@ def test_weights_undo_the_odds_even_where_much_of_the_buffer_is_drawn():
 @pytest.mark.parametrize("iteration, there", [(6, True), (7, True), (8, False)])
 def test_age_threshold(iteration, there):
     buffer = filled([5], [0], staleness_threshold=2)
-    buffer.evict(iteration, 10)
+    buffer.evict(iteration)
     assert (len(buffer.samples) == 1) == there
 
 
 def test_what_was_drawn_often_goes_then_the_oldest():
-    buffer = filled([1, 2, 3, 4, 5], [4, 3, 0, 0, 0], max_replay_reuse=4)
-    buffer.evict(6, capacity=3)
+    buffer = filled([1, 2, 3, 4, 5], [4, 3, 0, 0, 0], max_replay_reuse=4, replay_buffer_size=3)
+    buffer.evict(6)
     assert [sample["birth"] for sample in buffer.samples] == [3, 4, 5]
 
 
-def test_above_a_lower_limit_a_rollout_pauses():
-    buffer = filled([1, 1], [3, 1], max_replay_reuse=6)
-    drawn, _ = buffer.draw(2, 2, max_reuse=2, beta=0.4)
-    buffer.evict(2, 9)
-    assert [sample["score"] for sample in drawn] == [1.0] and len(buffer.samples) == 2
+@pytest.mark.parametrize("kl, drawn", [(0.009, {0, 1, 2}), (0.01, {1, 2})])
+def test_while_the_policy_moves_fast_rollouts_drawn_often_wait(kl, drawn):
+    """Limit 6, a third of it with a KL of .01 or more; what waits is not evicted."""
+    buffer = filled([1, 1, 1], [3, 1, 0], size=3, adaptive_reuse=True, max_replay_reuse=6)
+    buffer.last_kl, seen = kl, set()
+    for seed in range(40):
+        torch.manual_seed(seed)
+        seen |= {int(sample["score"]) for sample in buffer.draw(2)[0]}
+        for sample, reuse in zip(buffer.samples, (3, 1, 0), strict=True):
+            sample["reuse"] = reuse
+    buffer.evict(2)
+    assert seen == drawn and len(buffer.samples) == 3
 
 
 def test_buffer_stats_by_hand():
@@ -120,9 +130,9 @@ def test_buffer_stats_by_hand():
 def test_a_thousand_answers_of_256_tokens_take_megabytes():
     ones = torch.ones(1000, 256)
     names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask")
-    rows = dict.fromkeys(names, ones.long()) | dict(scores=torch.zeros(1000))
+    rows = dict.fromkeys(ppo_v2.STORED, ones) | dict.fromkeys(names, ones.long())
     buffer = filled([], [])
-    buffer.add(rows | dict.fromkeys(("logprobs", "ref_logprobs", "values", "advantages"), ones), 1)
+    buffer.add(rows | dict(scores=torch.zeros(1000)), 1)
     tensors = [x for sample in buffer.samples for x in sample.values() if torch.is_tensor(x)]
     assert sum(x.untyped_storage().nbytes() for x in tensors) < 10e6, "a view would hold the padded batch"
 
@@ -132,23 +142,61 @@ def test_effective_sample_size_by_hand():
     assert ppo_v2.effective_sample_size(tensor([4.0, 1, 1, 1])).item() == pytest.approx(0.6447368, abs=1e-6)
 
 
+def log(*rows):
+    return tensor(rows, dtype=torch.float64).log()
+
+
 @pytest.mark.parametrize(
-    "correction, loss, gradient",
-    [("decoupled", -2.2, -2.2), ("behaviour", -1.2, 0.0), ("none", -1.1, -1.1)],  # behaviour: its clip is spent
+    "correction, advantage, limit, loss, gradient",
+    [
+        ("none", 1, None, -1.1, -1.1),
+        ("behaviour", 1, None, -1.2, 0.0),  # its clip is spent
+        ("decoupled", 1, None, -2.2, -2.2),
+        ("decoupled", 1, 1.5, -1.65, -1.65),
+        ("cispo", 1, None, -2.2 * math.log(0.55), -2.2),
+        ("cispo", 1, 0.5, -1.5 * math.log(0.55), -1.5),
+        ("dppo", 1, None, 0.0, 0.0),  # .55 - .25 > .2
+        ("dppo", 1, 0.31, -2.2, -2.2),
+        ("dppo", -1, None, 2.2, 2.2),  # a step back towards mu is free
+        ("m2po", 1, None, 0.0, 0.0),  # (log 2.2)^2 = .62 > .04
+        ("m2po", 1, 0.63, -2.2, -2.2),
+        ("m2po", -1, None, 2.2, 2.2),
+    ],
 )
-def test_corrections_by_hand(correction, loss, gradient):
-    """mu .25, pi_prox .5, pi_theta .55, A 1, cap 2."""
-    new = tensor([[math.log(0.55)]], requires_grad=True)
-    prox, mu = tensor([[math.log(0.5)]]), tensor([[math.log(0.25)]])
-    anchor, stale_weights = ppo_v2.behaviour_correction(prox, mu, correction, cap=2.0)
-    found = (ppo_v2.policy_loss(new, anchor, torch.ones(1, 1), 0.2, 0.2)[0] * stale_weights).sum()
-    found.backward()
+def test_corrections_by_hand(correction, advantage, limit, loss, gradient):
+    """mu .25, pi_prox .5, pi_theta .55."""
+    new, one = log([0.55]).requires_grad_(), torch.ones(1, 1)
+    rule = (one, correction, limit, (0.2, 0.2))
+    found, bound = ppo_v2.stale_loss(new, log([0.5]), log([0.25]), advantage * one, *rule)
+    found.sum().backward()
     assert (found.item(), new.grad.item()) == pytest.approx((loss, gradient), abs=1e-6)
+    assert bound.item() == (gradient == 0 or limit == 0.5)
 
 
-def test_decoupled_weights_are_capped():
-    _, found = ppo_v2.behaviour_correction(tensor([[-0.1, -1.0]]), tensor([[-3.0, -0.5]]), "decoupled", cap=2.0)
-    assert found.tolist()[0] == pytest.approx([2.0, math.exp(-0.5)])
+@pytest.mark.parametrize(
+    "logratios, kept",  # A 1, limit .04, worked out by dropping one after the other
+    [
+        ([0.1, 0.5, 0.2, 0.0], [1, 0, 1, 1]),  # .3/4 = .075 is too much, .05/3 fits
+        ([0.1, -0.5, 0.6, 0.0], [0, 1, 0, 1]),  # a step back stays, however large: all that may go, goes
+        ([0.2, 0.1, -0.1, 0.0], [1, 1, 1, 1]),
+    ],
+)
+def test_m2po_drops_the_largest_steps_until_the_rest_fits(logratios, kept):
+    mu, one = torch.full((1, 5), -2.0), torch.ones(1, 5)
+    new = mu + tensor([[*logratios, 9.0]])  # the last token is padding
+    mask = tensor([[1.0, 1, 1, 1, 0]])
+    _, dropped = ppo_v2.stale_loss(new, mu, mu, one, mask, "m2po", None, (0.2, 0.2))
+    assert (1 - dropped[0, :4]).tolist() == kept
+
+
+def test_a_fresh_token_has_the_parents_loss():
+    """mu = pi_prox: none, behaviour and decoupled are plain PPO, to the last bit."""
+    torch.manual_seed(0)
+    new, old, advantages, mask = torch.randn(6, 5), torch.randn(6, 5), torch.randn(6, 5), torch.ones(6, 5)
+    expected = ppo_v2.policy_loss(new, old, advantages, 0.2, 0.2)
+    for correction in ("none", "behaviour", "decoupled"):
+        found = ppo_v2.stale_loss(new, old, old, advantages, mask, correction, None, (0.2, 0.2))
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("batch, sample, reuse, eff", [(16, 32, 4, 3.0), (64, 32, 4, 1.5), (4, 32, 4, 5.0)])
@@ -170,94 +218,146 @@ def spy(monkeypatch, name, owner=ppo_v2):
 
 
 def minibatches(monkeypatch):
-    """-> list that main() fills with the rows of each optimizer step"""
+    """-> list that main() fills with the rows and the numbers of each optimizer step"""
     seen, real = [], ppo_v2.ppo_loss
 
-    def wrapped(policy, mb, *rest):
+    def wrapped(policy, mb, num_tokens, args):
         with torch.no_grad():
-            seen.append(mb | dict(now=policy(mb)[0]))
-        return real(policy, mb, *rest)
+            now = policy(mb)[0]
+        loss, stats = real(policy, mb, num_tokens, args)
+        seen.append(mb | dict(now=now, stats=stats, num_tokens=num_tokens))
+        return loss, stats
 
     monkeypatch.setattr(ppo_v2, "ppo_loss", wrapped)
     return seen
 
 
-@pytest.mark.parametrize("correction", ["decoupled", "behaviour", "none"])
-def test_unchanged_weights_give_ratio_one_and_weight_one(correction, tmp_path, monkeypatch):
+def token_loss(correction, new, prox, mu, advantage):
+    """An independent reading of the table of corrections, one token, plain floats."""
+
+    def clipped(ratio):
+        return max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2))
+
+    ratio, step = math.exp(new - mu), math.exp(new) - math.exp(mu)
+    away = step > 0.2 if advantage > 0 else step < -0.2
+    return {
+        "none": clipped(math.exp(new - prox)),
+        "behaviour": clipped(ratio),
+        "decoupled": min(math.exp(prox - mu), 2.0) * clipped(math.exp(new - prox)),
+        "cispo": -advantage * min(ratio, 5.0) * new,
+        "dppo": 0.0 if away and advantage else -advantage * ratio,
+        "m2po": -advantage * ratio,  # less what `over_budget` names
+    }[correction]
+
+
+def over_budget(tokens, limit=0.04):
+    """m2po, one token at a time: [(log ratio, advantage)] -> places of those that are dropped"""
+    kept = dict(enumerate(tokens))
+    while kept and sum(x**2 for x, _ in kept.values()) / len(kept) > limit:
+        away = [i for i, (x, advantage) in kept.items() if x * advantage > 0]
+        if not away:
+            break
+        del kept[max(away, key=lambda i: abs(kept[i][0]))]
+    return set(range(len(tokens))) - set(kept)
+
+
+@pytest.mark.parametrize("correction", ["none", "behaviour", "decoupled", "cispo", "dppo", "m2po"])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_policy_loss_of_every_step_is_that_of_an_oracle(correction, lag, tmp_path, monkeypatch):
+    """Fresh or lagged and replayed rows in one minibatch, through main(); weights of the draw included."""
     seen = minibatches(monkeypatch)
-    uniform = dict(use_priority_sampling=False, priority_age_tau=None, priority_beta=1.0)
-    options = REPLAY | uniform | dict(learning_rate=1e-9, correction=correction, replay_advantages="all")
-    metrics = run(ppo_v2, tmp_path / "run", **options)
-    assert sum(mb["replayed"].sum() for mb in seen) == 4 * 2 * 8
+    options = dict(correction=correction, rollout_lag=lag, replay_advantages="all", learning_rate=5e-3)
+    run(ppo_v2, tmp_path / "run", **REPLAY, **options, priority_beta=1.0)
+    assert len(seen) == 5 * 4 and sum(mb["replayed"].any(1).sum() for mb in seen) == 4 * 2 * 8
+    for mb in seen:
+        valid = [(i, j) for i, j in mb["response_mask"].nonzero().tolist()]
+        names = ("now", "logprobs", "mu_logprobs", "advantages")
+        tokens = {place: [mb[name][place].item() for name in names] for place in valid}
+        stale = [place for place in valid if lag or mb["replayed"][place]]
+        dropped = over_budget([(tokens[p][0] - tokens[p][2], tokens[p][3]) for p in stale]) if stale else set()
+        dropped = {stale[i] for i in dropped} if correction == "m2po" else set()
+        total = 0.0
+        for place, numbers in tokens.items():
+            rule = correction if place in stale else "none"
+            weight = 0.0 if place in dropped else mb["weights"][place].item()
+            total += weight * token_loss(rule, *numbers)
+        assert mb["stats"][0].item() == pytest.approx(total / mb["num_tokens"].item(), abs=2e-5, rel=1e-3)
+    drift = max(((mb["logprobs"] - mb["mu_logprobs"]) * mb["response_mask"]).abs().max().item() for mb in seen)
+    assert drift > 0.1, "something must be stale for this test to mean something"
+
+
+def test_unchanged_weights_give_ratio_one_and_weight_one(tmp_path, monkeypatch):
+    seen = minibatches(monkeypatch)
+    options = dict(use_priority_sampling=False, priority_age_tau=None, priority_beta=1.0, rollout_lag=1)
+    metrics = run(ppo_v2, tmp_path / "run", **REPLAY, **options, learning_rate=1e-9, replay_advantages="all")
     for mb in seen:
         valid = mb["response_mask"].bool()
-        assert (mb["now"] - mb["logprobs"])[valid].abs().max() < 2e-5
+        assert all((mb["now"] - mb[name])[valid].abs().max() < 2e-5 for name in ("logprobs", "mu_logprobs"))
         assert all((mb[name][valid] - 1).abs().max() < 2e-5 for name in ("weights", "value_weights"))
-    assert metrics["replay/ess"] == pytest.approx(1, abs=1e-5) and metrics["replay/kl_behaviour"] < 1e-9
+    for name in ("replay", "lag"):
+        assert metrics[f"{name}/ess"] == pytest.approx(1, abs=1e-5) and metrics[f"{name}/kl_behaviour"] < 1e-9
 
 
-@pytest.mark.parametrize("correction", ["decoupled", "behaviour", "none"])
-def test_fresh_rows_weigh_exactly_one_and_stale_rows_what_they_should(correction, tmp_path, monkeypatch):
-    """In the first step of an update pi_theta is pi_prox; the drawn sample brings its mu."""
-    seen, ready = minibatches(monkeypatch), spy(monkeypatch, "bring_up_to_date")
-    options = dict(num_minibatches=1, correction=correction, replay_advantages="all", learning_rate=3e-3)
-    run(ppo_v2, tmp_path / "run", **REPLAY, **options, priority_beta=1.0)
-    for mb in seen:
-        fresh = ~mb["replayed"]
-        assert (mb["weights"][fresh] == 1).all() and (mb["value_weights"][fresh] == 1).all()
-    for (args, (rows, _)), mb in zip(ready, seen[2::2], strict=True):  # two epochs each; none drawn for the first
-        samples, sample_weights, stale = args[2], args[3], mb["replayed"].nonzero().flatten()
-        assert len(samples) == len(stale) == 8
-        for i, sample in enumerate(samples):
-            n, weight = len(sample["logprobs"]), sample_weights[i]
-            j = next(j for j in stale if torch.equal(mb["response_ids"][j, :n], sample["response_ids"])
-                     and torch.equal(mb["prompt_ids"][j, -len(sample["prompt_ids"]):], sample["prompt_ids"])
-                     and torch.allclose(rows["weights"][i, :n], mb["weights"][j, :n]))  # fmt: skip
-            now, anchor = mb["now"][j, :n], mb["logprobs"][j, :n]
-            ratio = (now - sample["logprobs"]).exp()
-            expected = ratio.clamp(max=2) if correction == "decoupled" else torch.ones(n)
-            torch.testing.assert_close(mb["weights"][j, :n], weight * expected, atol=1e-4, rtol=1e-4)
-            behind = sample["logprobs"] if correction == "behaviour" else now
-            torch.testing.assert_close(anchor, behind, atol=2e-5, rtol=0)
-    assert ready[-1][1][1]["replay/kl_behaviour"] > 1e-3, "mu must be stale for this test to mean something"
+def test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago(tmp_path, monkeypatch):
+    """And what it trains is the newest: log-probs and values of the update are its own."""
+    real_rollout, sampled, learned = ppo_v2.rollout, [], []
+
+    def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None):
+        if uniforms is not None:
+            sampled.append([x.clone() for x in policy.parameters()])
+        return real_rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+
+    def scored(model, rows, num_rows):
+        if model.lm.lm_head.weight.requires_grad:
+            learned.append([x.clone() for x in model.parameters()])
+        return real_score(model, rows, num_rows)
+
+    real_score = ppo_v2.score_rows
+    monkeypatch.setattr(ppo_v2, "rollout", rollout)
+    monkeypatch.setattr(ppo_v2, "score_rows", scored)
+    run(ppo_v2, tmp_path / "run", num_iterations=6, rollout_lag=2)
+    assert len(sampled) == len(learned) == 6
+    for i in range(6):
+        assert all(map(torch.equal, sampled[i], learned[max(0, i - 2)]))
+    assert not torch.equal(learned[0][0], learned[1][0])
 
 
 def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
     """Tokens, scores and log-probs come back as they went in, through padding and back."""
-    stored, ready = spy(monkeypatch, "add", ppo_v2.ReplayBuffer), spy(monkeypatch, "bring_up_to_date")
-    run(ppo_v2, tmp_path / "run", **REPLAY, correction="behaviour")
+    stored, ready = spy(monkeypatch, "add", ppo_v2.ReplayBuffer), spy(monkeypatch, "samples_to_rows")
+    run(ppo_v2, tmp_path / "run", **REPLAY, rollout_lag=1)
     batches = {args[2]: args[1] for args, _ in stored}  # of each iteration
     found = 0
-    for (_, _, samples, *_), (rows, _) in ready:
+    for (samples, *_), rows in ready:
         for i, sample in enumerate(samples):
             batch = batches[sample["birth"]]
             prompt, response = rows["prompt_mask"][i].bool(), rows["response_mask"][i].bool()
             assert rows["prompt_ids"][i][prompt].tolist() == sample["prompt_ids"].tolist()
             for j, mask in enumerate(batch["response_mask"].bool()):
-                if torch.equal(batch["logprobs"][j][mask], rows["logprobs"][i][response]):
+                if torch.equal(batch["mu_logprobs"][j][mask], rows["mu_logprobs"][i][response]):
                     found += 1
                     assert torch.equal(batch["response_ids"][j][mask], rows["response_ids"][i][response])
                     assert torch.equal(batch["prompt_ids"][j][batch["prompt_mask"][j].bool()], sample["prompt_ids"])
-                    assert batch["scores"][j].item() == sample["score"]
+                    assert batch["scores"][j].item() == rows["scores"][i].item() == sample["score"]
     assert found == 4 * 8
 
 
-def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
-    """By the advantages of today's critic; a row's returns less its values are these."""
-    real, moves = ppo_v2.bring_up_to_date, []
+def test_a_draw_refreshes_value_advantage_and_priority(tmp_path, monkeypatch):
+    """By today's critic and policy; a row's returns less its values are its advantages."""
+    real, moves = ppo_v2.ReplayBuffer.refresh, []
 
-    def wrapped(policy, buffer, samples, *rest):
-        before = tensor([sample["priority"] for sample in samples])
-        rows, metrics = real(policy, buffer, samples, *rest)
-        after = tensor([sample["priority"] for sample in samples])
-        expected = buffer.priorities(rows["returns"] - rows["values"], rows["response_mask"])
-        torch.testing.assert_close(after, tensor(expected), atol=1e-5, rtol=1e-4)
-        moves.append((after - before).abs().max().item())
-        return rows, metrics
+    def refresh(self, samples, values, advantages, mask):
+        before = [dict(sample) for sample in samples]
+        real(self, samples, values, advantages, mask)
+        for i, (old, new) in enumerate(zip(before, samples, strict=True)):
+            keep = mask[i].bool()
+            assert torch.equal(new["values"], values[i][keep]) and torch.equal(new["advantages"], advantages[i][keep])
+            assert new["priority"] == pytest.approx(advantages[i][keep].abs().mean().item() + 1e-6, rel=1e-5)
+            moves.append(abs(old["priority"] - new["priority"]))
 
-    monkeypatch.setattr(ppo_v2, "bring_up_to_date", wrapped)
+    monkeypatch.setattr(ppo_v2.ReplayBuffer, "refresh", refresh)
     run(ppo_v2, tmp_path / "run", **REPLAY, replay_advantages="all")
-    assert len(moves) == 4 and max(moves) > 1e-2
+    assert len(moves) == 4 * 8 and max(moves) > 1e-2
 
 
 def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
@@ -265,21 +365,16 @@ def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
     seen = minibatches(monkeypatch)
     options = dict(num_minibatches=4, update_epochs=1, num_iterations=3, new_samples_ratio=0.5)
     run(ppo_v2, tmp_path / "run", **REPLAY | options | dict(replay_sample_size=ppo_v2.Args.replay_sample_size))
-    assert [((~mb["replayed"]).sum().item(), mb["replayed"].sum().item()) for mb in seen] == [(2, 0)] * 4 + [(2, 2)] * 8
-
-
-def test_replay_epochs(tmp_path, monkeypatch):
-    seen = minibatches(monkeypatch)
-    run(ppo_v2, tmp_path / "run", **REPLAY | dict(update_epochs=3, replay_epochs=1, num_iterations=2))
-    assert [len(mb["replayed"]) for mb in seen] == [4] * 6 + [8, 8] + [4] * 4
+    counts = [(len(mb["replayed"]), mb["replayed"].any(1).sum().item()) for mb in seen]
+    assert counts == [(2, 0)] * 4 + [(4, 2)] * 8
 
 
 @pytest.mark.parametrize("copies, efficiency", [(1, [1, 10 / 8, 18 / 12]), (2, [1, 9 / 8, 15 / 12])])
 def test_efficiency_by_hand(copies, efficiency, tmp_path, monkeypatch):
     """Batch 4, then 0, 2 and 4 drawn: (4 + 6 + 8) / 12 = 1.5; a copy counts once. Iteration 1 leaves 2 rollouts."""
 
-    def draw(self, size, *rest):
-        drawn = self.samples[: min(size, len(self.samples)) // copies] * copies
+    def draw(self, iteration):
+        drawn = self.samples[: min(4, len(self.samples)) // copies] * copies
         return drawn, torch.ones(len(drawn))
 
     monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
@@ -301,7 +396,7 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
     assert 2.7 < metrics["sample_efficiency"] <= 3
     assert "EFF will be at most 3.00x" in capsys.readouterr().out
     keep = []  # so that no id is used twice
-    for (_, _, iteration, *_), (samples, _) in draws:
+    for (_, iteration), (samples, _) in draws:
         for sample in {id(sample): sample for sample in samples}.values():
             keep.append(sample)
             counts[id(sample)] = counts.get(id(sample), 0) + 1
@@ -310,15 +405,12 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
     assert metrics["sample_efficiency"] == (4 * 60 + sum(counts.values())) / (4 * 60)
 
 
-@pytest.mark.parametrize("max_reuse, slow", [(6, 2), (2, 1)])
-def test_adaptive_reuse_follows_the_last_kl_within_the_limit(max_reuse, slow, tmp_path, monkeypatch):
-    draws = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer)
-    options = REPLAY | dict(adaptive_reuse=True, max_replay_reuse=max_reuse, num_iterations=10, learning_rate=2e-3)
-    run(ppo_v2, tmp_path / "run", **options, min_digits=3)
-    kl = [row.get("losses/approx_kl") for row in metrics_without_times(tmp_path / "run")]
-    limits = [(args[2], args[3]) for args, _ in draws]
-    assert all(limit == (max_reuse if kl[iteration - 1] < 0.01 else slow) for iteration, limit in limits)
-    assert {limit for _, limit in limits} == {max_reuse, slow}, "both must occur for this test to mean something"
+def test_the_kl_of_the_last_update_reaches_the_buffer(tmp_path, monkeypatch):
+    real, seen = ppo_v2.ReplayBuffer.draw, []
+    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", lambda self, i: (seen.append(self.last_kl), real(self, i))[1])
+    run(ppo_v2, tmp_path / "run", **REPLAY, adaptive_reuse=True)
+    kl = [row.get("losses/approx_kl", 0.0) for row in metrics_without_times(tmp_path / "run")]
+    assert seen == kl[:5] and min(kl[1:]) > 0
 
 
 def test_the_buffer_grows(tmp_path):
@@ -332,22 +424,14 @@ def test_beta_rises_after_each_draw(tmp_path):
     assert betas == [None, *map(pytest.approx, (0.99, 0.994, 0.998, 1.0))]
 
 
-def test_replay_max_kl_leaves_far_rollouts_out(tmp_path, monkeypatch):
-    seen = minibatches(monkeypatch)
-    metrics = run(ppo_v2, tmp_path / "run", **REPLAY, learning_rate=3e-3, replay_max_kl=1e-9)
-    assert not any(mb["replayed"].any() for mb in seen) and metrics["sample_efficiency"] == 1
-    assert metrics["replay/kl_behaviour"] > 1e-9
-
-
 def with_junk(monkeypatch, name, junk):
-    """Add something to a field of all drawn rows."""
-    real = ppo_v2.bring_up_to_date
+    """Add something to a field of all replayed rows, just before the update."""
+    real = ppo_v2.ppo_loss
 
-    def wrapped(*args):
-        rows, metrics = real(*args)
-        return rows | {name: rows[name] + junk}, metrics
+    def wrapped(policy, mb, *rest):
+        return real(policy, mb | {name: mb[name] + junk * mb["replayed"]}, *rest)
 
-    monkeypatch.setattr(ppo_v2, "bring_up_to_date", wrapped)
+    monkeypatch.setattr(ppo_v2, "ppo_loss", wrapped)
 
 
 @pytest.mark.parametrize("kind, moves", [("positive", False), ("all", True)])
@@ -386,8 +470,62 @@ def test_a_buffer_that_never_fills_is_told(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, value", [("replay_buffer_size", 700), ("priority_age_tau", None), ("adaptive_reuse", True)]
+    "name, value", [("replay_buffer_size", 700), ("priority_age_tau", None), ("correction", "dppo")]
 )
 def test_replay_options_without_replay_are_refused(name, value):
     with pytest.raises(ValueError, match=f"--{name} does nothing without --use-replay-buffer"):
         ppo_v2.Args(**{name: value})
+
+
+# --- logged rollouts ---
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """The log of a run of three iterations of eight answers."""
+    folder = tmp_path_factory.mktemp("logged") / "run"
+    run(ppo_v2, folder, log_rollouts=True)
+    return folder / "rollouts.jsonl"
+
+
+def test_a_run_begins_with_the_log_of_another(logged, tmp_path, monkeypatch):
+    """Everything is in the buffer before the first iteration, as it was sampled, and is drawn in it."""
+    lines = [json.loads(line) for line in open(logged)]
+    draws = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer)
+    run(ppo_v2, tmp_path / "run", **REPLAY, replay_from=str(logged))
+    (buffer, iteration), (samples, _) = draws[0]
+    assert len(lines) == 24 and iteration == 1 and len(samples) == 8
+    found = sorted((x["prompt_ids"].tolist(), x["response_ids"].tolist()) for x in buffer.samples if x["birth"] == 0)
+    assert found == sorted((line["prompt_ids"], line["response_ids"]) for line in lines)
+    for sample in samples:
+        line = next(x for x in lines if x["response_ids"] == sample["response_ids"].tolist()
+                    and x["prompt_ids"] == sample["prompt_ids"].tolist())  # fmt: skip
+        assert sample["mu_logprobs"].tolist() == line["logprobs"] and sample["score"] == line["score"]
+
+
+def test_a_log_without_logprobs_is_told_and_not_corrected(logged, tmp_path, capsys, monkeypatch):
+    rows = [json.loads(line) for line in open(logged)]
+    lines = [json.dumps({k: row[k] for k in ("prompt_ids", "response_ids", "score")}) for row in rows]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    seen = minibatches(monkeypatch)
+    options = dict(num_iterations=1, update_epochs=1, num_minibatches=1, replay_from=str(tmp_path / "log.jsonl"))
+    run(ppo_v2, tmp_path / "run", **REPLAY | options)
+    assert "24 rollouts, 24 without log-probs" in capsys.readouterr().out
+    old = seen[0]["replayed"]
+    assert old.any() and torch.equal(seen[0]["mu_logprobs"][old], seen[0]["logprobs"][old])
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["{", {"score": None}, {"score": "nan"}, {"response_ids": [3, 999]}, {"response": "of another tokenizer"},
+     {"logprobs": [-1.0]}, {"response_ids": None}, {"prompt_ids": "no ids"}],
+)  # fmt: skip
+def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
+    lines = open(logged).read().splitlines()
+    lines[2] = change if change == "{" else json.dumps(json.loads(lines[2]) | change)
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SystemExit, match=r"--replay-from .*log.jsonl: line 3 must be JSON with"):
+        run(ppo_v2, tmp_path / "run", **REPLAY, replay_from=str(tmp_path / "log.jsonl"))
+
+
+def test_m2po_needs_the_whole_minibatch(tmp_path):
+    with pytest.raises(SystemExit, match="m2po looks at a whole minibatch"):
+        run(ppo_v2, tmp_path / "run", rollout_lag=1, correction="m2po", gradient_accumulation_steps=2)

@@ -1,0 +1,154 @@
+"""What is the log of another run worth? Replay from it, against nothing, and against supervised learning on it.
+
+    python benchmark/log_study.py             # what log_study.csv lacks (ten CPU minutes)
+    python benchmark/log_study.py --tables    # the table from the CSV; no training
+
+5-6 digits. A run with another seed (200 + seed) writes rollouts.jsonl with `--log-rollouts`: all 5120 answers of it, or
+the first 1280, when it had hardly learned. A new run with `--replay-from` then starts from the log. The rival takes the
+log's right answers and learns them by heart: no sampling at all. Accuracy is greedy, on held-out prompts.
+"""
+
+import argparse
+import csv
+import json
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+from replay_study import prepare, short
+
+import ppo_v2
+
+PATH = HERE / "log_study.csv"
+SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
+LOGS = {"early": 1280, "whole": 5120}  # answers of the log that are handed on
+POINTS = (0, 640, 1280, 2560)  # answers of the new run after which it is judged
+TASK = dict(min_digits=5, max_digits=6, batch_size=64, use_replay_buffer=True, device="cpu", save_every=10**6)
+GRID = [(rate, steps) for rate in (2e-4, 5e-4) for steps in (100, 400)]  # of supervised learning
+ARMS = ("nothing", "replay", "replay, no log-probs", "supervised")
+COLUMNS = ["log", "arm", "setting", "seed", *map(str, POINTS)]
+
+
+def train(folder, **options):
+    """-> {answers: accuracy}"""
+    restore = prepare(ppo_v2, "rare")
+    ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
+    stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
+    try:
+        ppo_v2.main(ppo_v2.Args(**TASK | options, run_dir=f"{folder}/run", eval_every=10))
+    finally:
+        sys.stdout = stdout
+        restore()
+    rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    return {row["global_step"]: row["eval/score"] for row in rows if "eval/score" in row}
+
+
+def supervised(path, seed, rate, steps):
+    """Cross-entropy on the log's right answers, 64 at a time. -> accuracy"""
+    restore = prepare(ppo_v2, "rare")
+    stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
+    try:
+        args = ppo_v2.Args(**TASK, seed=seed)
+        torch.manual_seed(seed)
+        lm, tokenizer, eos_ids = ppo_v2.load_lm(args)
+        pairs, held_out, scorer = ppo_v2.make_task(args, tokenizer)
+        ppo_v2.warm_start(lm, pairs, tokenizer, args)
+        policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
+        right = [row for row in ppo_v2.read_rollouts(path, tokenizer, args) if row["score"] > 0]
+        optimizer = torch.optim.AdamW(lm.parameters(), rate, eps=1e-5, weight_decay=0.0, fused=True)
+        rng = random.Random(seed)
+        for _ in range(steps):
+            rows = ppo_v2.samples_to_rows(rng.choices(right, k=64), policy, 64)
+            loss = -ppo_v2.masked_mean(policy(rows)[0], rows["response_mask"])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            optimizer.step()
+        return ppo_v2.evaluate(policy, held_out, tokenizer, scorer, args)
+    finally:
+        sys.stdout = stdout
+        restore()
+
+
+def measure(log, arm, setting, seed):
+    """-> accuracy at POINTS"""
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(seed=seed, num_iterations=POINTS[-1] // TASK["batch_size"])
+        path = f"{folder}/log.jsonl"
+        if log != "none":
+            train(f"{folder}/other", seed=200 + seed, num_iterations=80, log_rollouts=True)
+            rows = [json.loads(line) for line in open(f"{folder}/other/run/rollouts.jsonl")][: LOGS[log]]
+            if "no log-probs" in arm:
+                rows = [{name: x for name, x in row.items() if name != "logprobs"} for row in rows]
+            Path(path).write_text("\n".join(map(json.dumps, rows)))
+            options |= dict(replay_from=path)
+        if arm == "supervised":
+            return [supervised(path, seed, *json.loads(setting))]
+        scores = train(folder, **options)
+        return [scores[point] for point in POINTS]
+
+
+def read():
+    """{(log, arm, setting, seed): [accuracy, ...]}"""
+    rows = list(csv.DictReader(open(PATH))) if PATH.exists() else []
+    return {
+        (row["log"], row["arm"], row["setting"], int(row["seed"])): [float(row[k]) for k in COLUMNS[4:] if row[k]]
+        for row in rows
+    }
+
+
+def jobs(done):
+    for log in LOGS:
+        yield from ((log, "supervised", json.dumps(setting), seed) for setting in GRID for seed in TUNING_SEEDS)
+    for seed in SEEDS:
+        yield "none", "nothing", "", seed
+        for log in LOGS:
+            yield from ((log, arm, "", seed) for arm in ARMS[1:3])
+            yield log, "supervised", best(done, log), seed
+
+
+def best(done, log):
+    ends = {}
+    for (where, arm, setting, seed), scores in done.items():
+        if (where, arm) == (log, "supervised") and seed in TUNING_SEEDS:
+            ends.setdefault(setting, []).append(scores[-1])
+    return max(ends, key=lambda setting: statistics.mean(ends[setting]))
+
+
+def table(done):
+    lines = ["| start from | 0 answers | 640 | 1280 | 2560 | 2560, seeds 1–5 |", "|---|---|---|---|---|---|"]
+    for log, arm in [("none", "nothing"), *((log, arm) for log in LOGS for arm in ARMS[1:])]:
+        mine = [done[key] for key in sorted(done) if key[:2] == (log, arm) and key[3] in SEEDS]
+        if mine:
+            means = [short(statistics.mean(scores)) for scores in zip(*mine, strict=True)]
+            name = {"none": "nothing", "early": f"first {LOGS['early']} of a log", "whole": f"a log of {LOGS['whole']}"}
+            name = name[log] if log == "none" else f"{name[log]}: {arm}"
+            ends = " ".join(short(scores[-1]) for scores in mine)
+            lines.append(f"| {name} | " + " | ".join(means + ["–"] * (len(POINTS) - len(means))) + f" | {ends} |")
+    return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", action="store_true", help="no training")
+    options, done = parser.parse_args(), read()
+    torch.set_num_threads(1)
+    for key in jobs(done) if not options.tables else ():
+        if key not in done:
+            done[key] = [round(score, 4) for score in measure(*key)]
+            new = not PATH.exists()
+            with open(PATH, "a", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerows(([COLUMNS] if new else []) + [[*key, *done[key]]])
+            print(*key, done[key], flush=True)
+    print(f"\n{table(done)}")
+
+
+if __name__ == "__main__":
+    main()
