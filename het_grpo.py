@@ -104,10 +104,10 @@ class Args:
 
     # optimization
     num_iterations: int = 150  # rollout + update rounds
-    learning_rate: float = 2e-3  # the highest; by default it falls linearly to 0
+    learning_rate: float = 1e-3  # the highest; by default it falls linearly to 0
     warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
-    update_epochs: int = 1  # passes over the rollouts of an iteration
+    update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 2  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
 
@@ -132,6 +132,7 @@ class Args:
     init_exp_before_training: bool = True  # add what rollouts of training tasks find before step 1
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
+    max_off_ratio: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
     off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
@@ -1104,6 +1105,7 @@ def main(args: Args) -> dict[str, float]:
             trajectories = manager.sample_successes(args.batch_size, exp_rng) or trajectories
         data = samples_to_dataproto(trajectories, device)
         mask, off = data["response_mask"].float(), data["exp_mask"].bool()
+        stripped = off & ~data["replay_mask"].bool()
 
         # 8 log-probs and entropy of the current policy on the training view
         old_log_probs, entropys = compute_log_prob(policy, data, args)  # (B,R)
@@ -1131,9 +1133,8 @@ def main(args: Args) -> dict[str, float]:
         sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
         sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
         if args.off_policy_neg == "weigh":
-            failed = off & ~data["replay_mask"].bool() & (advantages < 0)
             weights = (old_log_probs - sampled).exp().clamp(max=1.0)
-            advantages = torch.where(failed, advantages * weights, advantages)
+            advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
         if args.method == "sft":
             advantages = torch.tensor([[float(t.success)] for t in trajectories]).to(device) * mask
         if args.method == "sd":  # failures: the gradient of KL(pi(.|x) | pi_start(.|x,advice)) on
@@ -1146,13 +1147,13 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - iteration_start
 
         # 12 minibatch updates
-        updates, logratios = [], torch.zeros_like(mask)  # (LOSSES,) each; (B,R)
+        updates, logratios, guarded = [], torch.zeros_like(mask), 0  # (LOSSES,) each; (B,R)
         for _ in range(args.update_epochs):
             for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
                 optimizer.zero_grad()
                 on_tokens, off_tokens = ((mask[mb_inds] * x[mb_inds]).sum() for x in (~off, off))
                 num_tokens = (on_tokens + off_tokens, on_tokens, off_tokens)
-                stats = 0
+                stats, logratios[mb_inds] = 0, 0.0
                 mine = mb_inds[rank::world_size]
                 for inds in mine.tensor_split(args.gradient_accumulation_steps):
                     micro = {name: x[inds] for name, x in batch.items()}
@@ -1166,8 +1167,14 @@ def main(args: Args) -> dict[str, float]:
                 if not stats.isfinite().all():  # a NaN must not reach the weights
                     skipped_steps += 1
                     continue
-                optimizer.step()
                 updates.append(stats)
+                # A step can make what only advice had made likely ten times likelier. One more in
+                # that direction, and the policy unlearns to follow advice, the source of successes.
+                ratio = total(logratios[mb_inds])[stripped[mb_inds]].exp()
+                if len(ratio) and ratio.quantile(0.99) > args.max_off_ratio:
+                    guarded += 1
+                    continue
+                optimizer.step()
         if not updates:
             sys.exit(f"iteration {iteration}: the loss or the gradient is never finite")
 
@@ -1182,6 +1189,7 @@ def main(args: Args) -> dict[str, float]:
             "global_step": global_step,
             "exp/pool_size": len(pool.records),
             "losses/skipped_steps": skipped_steps,
+            "losses/guarded_steps": guarded,
             "rollout/entropy": masked_mean(entropys, mask).item(),
             "rollout/logprob_mismatch": masked_mean(mismatch, mask * ~off).item(),
             "charts/learning_rate": lr,

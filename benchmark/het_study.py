@@ -2,7 +2,7 @@
 
     python benchmark/het_study.py --tune      # learning rates of each arm, on seeds that are not reported
     python benchmark/het_study.py             # what is not in the CSV yet, then the picture
-    python benchmark/het_study.py --arms HET --seeds 31 32 33 34 35    # the guard, on ten seeds in all
+    python benchmark/het_study.py --arms HET --seeds 36 37 38 39 40    # the guard, on ten seeds in all
     python benchmark/het_study.py --tune --games lucky worn forced --arms baseline HET sft    # games that mislead
     python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSVs
 
@@ -32,9 +32,9 @@ sys.path.insert(0, str(HERE.parent))
 import het_grpo as het
 
 STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
-SEEDS, TUNING_SEEDS = (36, 37, 38, 39, 40), (101, 102)
-COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds", "unguided", "guided", "unseen"]
-COLUMNS += ["off_p99"]
+SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (101, 102)
+COLUMNS = ["game", "arm", "learning_rate", "epochs", "seed", "global_step", "cpu_seconds"]
+COLUMNS += ["unguided", "guided", "unseen", "off_p99"]
 ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
 GAMES = {  # the pool grows with every iteration
     "lock": dict(updated_freq=1),
@@ -45,12 +45,12 @@ GAMES = {  # the pool grows with every iteration
     "forced": dict(updated_freq=1, env=f"{HERE}/locks.py:Forced"),
 }
 REPORTED = {"lock": "twelve locks, seven turns", "lake": "twelve frozen lakes, ten turns"}
-RATES = (1e-3, 2e-3)
+SETTINGS = {"2e-3 x 1": (2e-3, 1), "1e-3 x 1": (1e-3, 1), "1e-3 x 2": (1e-3, 2)}  # learning rate x epochs
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
     "baseline": dict(method="baseline"),
     "baseline + replay": dict(method="baseline") | REPLAY,
-    "HET": {},
+    "HET": dict(method="het"),
     "HET + replay": REPLAY,
     "sft": dict(method="sft"),
     "sd": dict(method="sd"),
@@ -72,7 +72,7 @@ def options_of(game, arm):
 
 def run(job):
     """One training run -> rows for the CSV."""
-    game, arm, rate, seed = job
+    game, arm, (rate, epochs), seed = job
     clock = dict(excluded=0.0, seen=[])
 
     def untimed(function):
@@ -97,9 +97,9 @@ def run(job):
     real, het.practise = het.practise, untimed(practise)
     het.validate, het.Run.close = untimed(het.validate), lambda *args: None
     with tempfile.TemporaryDirectory() as folder:
-        options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
+        options = options_of(game, arm) | dict(learning_rate=rate, update_epochs=epochs, seed=seed)
         options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
-        options |= dict(eval_size=EVAL_SIZE)
+        options |= dict(eval_size=EVAL_SIZE, run_dir=f"{folder}/run")
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
@@ -110,16 +110,17 @@ def run(job):
             scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
             scores = [round(x, 4) if x != "" else x for x in scores]
             seconds = next(times) - clock["seen"][0]
-            done.append([game, arm, rate, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
+            done.append([game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
     return done
 
 
 def read(path):
-    """{(game, arm, learning rate, seed): rows}"""
+    """{(game, arm, (learning rate, epochs), seed): rows}"""
     curves = {}
     if path.exists():
         for row in csv.DictReader(open(path)):
-            key = row["game"], row["arm"], float(row["learning_rate"]), int(row["seed"])
+            setting = float(row["learning_rate"]), int(row["epochs"])
+            key = row["game"], row["arm"], setting, int(row["seed"])
             curves.setdefault(key, []).append(row)
     return curves
 
@@ -129,23 +130,24 @@ def numbers(curves, column):
     return [float(curve[-1][column]) for curve in curves if curve[-1][column] != ""]
 
 
-def best_rates(tuning):
-    """{(game, arm): the rate with the highest mean success without advice at the end, over the tuning seeds}"""
+def best_settings(tuning):
+    """{(game, arm): the setting with the highest mean success without advice at the end, over the tuning seeds}"""
     found = {}
-    for (game, arm, rate, _), curve in tuning.items():
-        found.setdefault((game, arm), {}).setdefault(rate, []).append(float(curve[-1]["unguided"]))
-    return {key: max(rates, key=lambda r: statistics.mean(rates[r])) for key, rates in found.items()}
+    for (game, arm, setting, _), curve in tuning.items():
+        found.setdefault((game, arm), {}).setdefault(setting, []).append(float(curve[-1]["unguided"]))
+    return {key: max(settings, key=lambda x: statistics.mean(settings[x])) for key, settings in found.items()}
 
 
 def table(game, curves, seeds=SEEDS):
     """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
-    lines = ["| arm | lr | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
+    lines = ["| arm | lr x epochs | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds}
     for arm in ARMS:
-        for rate in sorted({key[2] for key in curves if key[1] == arm}):
-            mine = [curve for key, curve in curves.items() if key[1:3] == (arm, rate)]
-            cells = [f"{arm} | {rate:g} | {len(mine)}", f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**"]
+        for setting in sorted({key[2] for key in curves if key[1] == arm}):
+            mine = [curve for key, curve in curves.items() if key[1:3] == (arm, setting)]
+            cells = [f"{arm} | {setting[0]:g} x {setting[1]} | {len(mine)}"]
+            cells.append(f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**")
             cells.append(" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")))
             for column in ("guided", "unseen"):
                 found = numbers(mine, column)
@@ -156,12 +158,12 @@ def table(game, curves, seeds=SEEDS):
 
 
 def grid(curves):
-    """Markdown: unguided success of the tuning seeds, by game and arm, a column per rate."""
-    rates = sorted({key[2] for key in curves})
-    lines = ["| game | arm | " + " | ".join(f"lr {rate:g}" for rate in rates) + " |", "|---|---|" + "---|" * len(rates)]
+    """Markdown: unguided success of the tuning seeds, by game and arm, a column per setting."""
+    lines = ["| game | arm | " + " | ".join(SETTINGS) + " |", "|---|---|" + "---|" * len(SETTINGS)]
     for game in GAMES:
         for arm in (arm for arm in ARMS if any(key[:2] == (game, arm) for key in curves)):
-            cells = [[curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, r)] for r in rates]
+            cells = [[curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+                     for setting in SETTINGS.values()]  # fmt: skip
             cells = [" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")) or "–" for mine in cells]
             lines.append(f"| {game} | {arm} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -217,15 +219,16 @@ if __name__ == "__main__":
     parser.add_argument("--games", nargs="*", default=["lock"], choices=GAMES)
     parser.add_argument("--arms", nargs="*", default=MAIN, choices=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int)
-    parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="to tune over")
+    parser.add_argument("--settings", nargs="*", default=SETTINGS, choices=SETTINGS, help="to tune over")
     options = parser.parse_args()
-    path, chosen = TUNING if options.tune else STUDY, best_rates(read(TUNING))
+    path, chosen = TUNING if options.tune else STUDY, best_settings(read(TUNING))
     done, jobs = read(path), []
     for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
         for game in options.games:
             for arm in options.arms:
-                rates = options.rates if options.tune else [chosen.get((game, arm), chosen.get(("lock", arm), 2e-3))]
-                jobs += [(game, arm, rate, seed) for rate in rates if (game, arm, rate, seed) not in done]
+                mine = [chosen.get((game, arm)) or chosen.get(("lock", arm)) or (1e-3, 2)]
+                mine = [SETTINGS[name] for name in options.settings] if options.tune else mine
+                jobs += [(game, arm, setting, seed) for setting in mine if (game, arm, setting, seed) not in done]
     transformers.LlamaForCausalLM  # imported now, or every process below would do it again  # noqa: B018
     for job in [] if options.table else jobs:
         workers = multiprocessing.get_context("fork").Pool(1)  # a process of its own: its CPU seconds
