@@ -132,7 +132,7 @@ class Args:
     init_exp_before_training: bool = True  # add what rollouts of training tasks find before step 1
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
-    max_off_ratio: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
+    off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
     off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
@@ -1171,7 +1171,7 @@ def main(args: Args) -> dict[str, float]:
                 # A step can make what only advice had made likely ten times likelier. One more in
                 # that direction, and the policy unlearns to follow advice, the source of successes.
                 ratio = total(logratios[mb_inds])[stripped[mb_inds]].exp()
-                if len(ratio) and ratio.quantile(0.99) > args.max_off_ratio:
+                if len(ratio) and ratio.quantile(0.99) > args.off_ratio_limit:
                     guarded += 1
                     continue
                 optimizer.step()

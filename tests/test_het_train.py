@@ -21,7 +21,7 @@ import het_grpo as het
 
 fork = multiprocessing.get_context("fork")  # children start with torch imported
 TINY = dict(warm_start_steps=2, num_tasks=4, group_size=4, num_iterations=3, device="cpu", learning_rate=3e-3)
-TINY |= dict(num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6)
+TINY |= dict(update_epochs=1, num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6)
 RECORDED = dict(use_experience_replay=True, replay_loss="shape", replay_old_logp="recorded")
 
 
