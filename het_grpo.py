@@ -12,15 +12,13 @@ Two kinds of experience help it; with both off this is plain GRPO, bit for bit:
                          (AgentEvolver, arXiv:2511.10395): --method, `prompt_of`
     trajectory replay  - recorded successes come back into their task's group, which may have none
                          (ExGRPO, arXiv:2510.02245; LUFFY, arXiv:2504.14945): `ExperienceManager`
-The rivals: --method sft imitates the run's own successes, on the same views; with --method sd
-advice teaches the policy that has none (SDPO, arXiv:2601.20802).
-A task is a seed of an environment, and its question what reset(seed) says.
+Rivals on the same views: --method sft imitates the run's own successes; --method sd lets advice
+teach the policy that has none (SDPO, arXiv:2601.20802).
 Simplified on purpose: no vLLM, no LoRA; an experience is what a success did, nobody rewrites it.
 Shapes: B rollouts in groups of n, P prompt tokens, R tokens of all turns, V vocabulary.
 
-    python het_grpo.py                                          # locks, CPU, two minutes
+    python het_grpo.py                                          # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
-    python het_grpo.py --env game.py:Game --experience-pool advice.jsonl
     torchrun --nproc-per-node 2 het_grpo.py                     # two processes
 """
 
@@ -133,12 +131,10 @@ class Args:
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
     off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
-    off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
-    # replay; as published: --replay-old-logp recorded --replay-loss shape --retire-solved
-    # --experience-lbound 0
-    use_experience_replay: bool = False  # recorded successes come back into their task's group
+    # replay: recorded successes
+    use_experience_replay: bool = False  # they come back into their task's group
     exp_ratio: float = 0.5  # share of an iteration's tasks taken from the replay pool
     exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when stored
     experience_lbound: int = -1  # replayed tasks had more successes than this (-1: 0 is enough)
@@ -240,8 +236,7 @@ class TextEnv:
         return str(obs), dict(topic=str(obs)) | info
 
     def step(self, text: str):
-        """The action named last counts. Nonsense costs a turn and a point: where each step has its
-        price (CliffWalking), saying nothing must not be the best policy."""
+        """The action named last counts. Nonsense costs a turn and a point: it must not be a way out."""
         found = [(match.end(), len(action), i) for i, action in enumerate(self.actions)
                  for match in re.finditer(rf"\b{re.escape(action)}\b", text, re.I)]  # fmt: skip
         if self.actions and not found:
@@ -253,8 +248,7 @@ class TextEnv:
 
 
 def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
-    """A game of a teacher that follows advice most of the time and without any acts at random: what
-    it says is an action or, if any text will do, a word it just read.  -> question, advice, turns"""
+    """A teacher that follows advice mostly and else acts at random.  -> question, advice, turns"""
     question, info = env.reset(seed)
     words = env.actions or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
@@ -554,8 +548,7 @@ def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) 
 
 
 def tokenize_steps(steps, is_experience_replay=False):
-    """-> response, from the agent's first token on; its mask; prefix mask: what comes from memory.
-    (With the checklist's split at len(input_ids) a replayed trajectory would not train at all.)"""
+    """-> response, from the agent's first token on; its mask; prefix mask: what comes from memory"""
     response = [token for _, ids in steps for token in ids]
     mask = [int(role == "assistant") for role, ids in steps for _ in ids]
     return response, mask, [bit * int(is_experience_replay) for bit in mask]
@@ -656,8 +649,7 @@ LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_lo
 
 
 def grpo_loss(policy, mb, num_tokens, args):
-    """Loss of rows of a minibatch with so many tokens (all, on, off), LOSSES, log-ratios.
-    -> (), (7,), (B,R)"""
+    """-> loss of rows of a minibatch of so many tokens; sums, counts of LOSSES; log-ratios (B,R)"""
     mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
     logprobs, entropy = policy(mb)
     known = (logprobs, mb["logprobs"], mb["advantages"])
@@ -670,13 +662,14 @@ def grpo_loss(policy, mb, num_tokens, args):
     if args.method == "sft":  # cross-entropy; the advantage of a success is 1 here
         pg_loss = -mb["advantages"] * logprobs
     kl = k3_kl(mb["logprobs"], logprobs.detach())
+    on = mask & ~off
+    terms = [(pg_loss, mask), (entropy, mask), (pg_loss, on), (kl, on), (on_clipped, on)]
+    terms += [(pg_loss, off), (off_clipped, off)]  # as in LOSSES
+    sums = torch.stack([x.masked_fill(~tokens, 0.0).sum() for x, tokens in terms])
+    counts = torch.stack([tokens.sum() for _, tokens in terms])
     # one mean over all tokens of the minibatch: the shares of micro-batches and ranks add up
-    every, on_policy, off_policy = zip((mask, mask & ~off, off), num_tokens, strict=True)
-    of = [every, every, on_policy, on_policy, on_policy, off_policy, off_policy]  # as in LOSSES
-    values = [pg_loss, entropy, pg_loss, kl, on_clipped, pg_loss, off_clipped]
-    shares = zip(values, of, strict=True)
-    terms = [x.masked_fill(~tokens, 0.0).sum() / n.clamp(min=1) for x, (tokens, n) in shares]
-    return terms[0], torch.stack(terms).detach(), logprobs.detach() - mb["logprobs"]
+    stats = torch.stack([sums.detach(), counts])
+    return sums[0] / num_tokens, stats, logprobs.detach() - mb["logprobs"]
 
 
 # --- rollout ---
@@ -726,9 +719,8 @@ def sample_token(logits, uniforms):
 
 @torch.no_grad()
 def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, step, uniforms=None):
-    """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens).
-    One cache over all turns: the environment's tokens are fed with the next step, in blocks of
-    unequal length, padded on the left, since rows may be in different turns."""
+    """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens). One
+    cache over all turns: the environment's tokens are fed with the next step, padded on the left."""
     device = policy.eos_ids.device
     retrieve = functools.cache(lambda text: pool.retrieve(text, args.retrieve_top_k, step))
     waiting, turn_ids, actions = [], [[] for _ in trajectories], [[] for _ in trajectories]
@@ -794,8 +786,7 @@ def collect(policy, envs, pool, dialogue, args, trajectories, step, uniforms=Non
 
 @torch.no_grad()
 def compute_log_prob(policy, data: dict, args):
-    """Log-probs, full-vocabulary entropy of the agent's tokens; each rank does its rows.  2 x (B,R)
-    By the training forward, not by the sampler: the first minibatch then has a ratio of 1."""
+    """By the training forward, not the sampler: the first ratio is 1.  -> log-probs, entropy (B,R)"""
     logprobs, entropys = torch.zeros(2, *data["response_mask"].shape, device=data["ids"].device)
     rows = torch.arange(len(logprobs), device=logprobs.device)[args.rank :: args.world_size]
     for inds in rows.split(args.batch_size // args.num_minibatches):
@@ -805,8 +796,7 @@ def compute_log_prob(policy, data: dict, args):
 
 # --- evaluate ---
 def validate(play, env, held_out: list[int], args, step: int):
-    """Greedy episodes, guided and unguided apart.  -> metrics, trajectories. Reads the pool, writes
-    nothing and draws no random number of training, so it cannot change it."""
+    """Greedy episodes, guided and unguided apart; changes nothing.  -> metrics, trajectories"""
     guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, random.Random(0))
     games = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     done = play(games, step)
@@ -1126,15 +1116,13 @@ def main(args: Args) -> dict[str, float]:
 
         # 11 group advantages, over guided, unguided and replayed members alike
         advantages = group_advantages(data["rewards"], data["group_ids"])[:, None] * mask  # (B,R)
-        # A stripped failure must not push down what only the advice made likely: the push would
-        # never end, since the logit of an unlikely token can fall for ever, and ratios explode.
-        # So it weighs what an honest ratio says, pi(y|x) / pi(y|x,advice), at most 1.
+        # A stripped failure weighs pi(y|x) / pi(y|x,advice), at most 1: the push against what only
+        # advice made likely would never end, since the logit of an unlikely token can fall for ever.
         sampled = torch.zeros_like(mask)  # log-probs of the sampler, which saw the advice
         sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
         sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
-        if args.off_policy_neg == "weigh":
-            weights = (old_log_probs - sampled).exp().clamp(max=1.0)
-            advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
+        weights = (old_log_probs - sampled).exp().clamp(max=1.0)
+        advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
         if args.method == "sft":
             advantages = torch.tensor([[float(t.success)] for t in trajectories]).to(device) * mask
         if args.method == "sd":  # failures: the gradient of KL(pi(.|x) | pi_start(.|x,advice)) on
@@ -1151,10 +1139,8 @@ def main(args: Args) -> dict[str, float]:
         for _ in range(args.update_epochs):
             for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
                 optimizer.zero_grad()
-                on_tokens, off_tokens = ((mask[mb_inds] * x[mb_inds]).sum() for x in (~off, off))
-                num_tokens = (on_tokens + off_tokens, on_tokens, off_tokens)
                 stats, logratios[mb_inds] = 0, 0.0
-                mine = mb_inds[rank::world_size]
+                mine, num_tokens = mb_inds[rank::world_size], mask[mb_inds].sum()
                 for inds in mine.tensor_split(args.gradient_accumulation_steps):
                     micro = {name: x[inds] for name, x in batch.items()}
                     loss, micro_stats, logratio = grpo_loss(policy, micro, num_tokens, args)
@@ -1163,7 +1149,8 @@ def main(args: Args) -> dict[str, float]:
                 sum_gradients(policy, world_size)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm
-                stats = torch.cat([total(stats), grad_norm[None]])
+                sums, counts = total(stats)
+                stats = torch.cat([sums / counts.clamp(min=1), grad_norm[None]])
                 if not stats.isfinite().all():  # a NaN must not reach the weights
                     skipped_steps += 1
                     continue

@@ -146,12 +146,11 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch):
     assert metrics["eval/success_rate"] == metrics["eval/success_unguided"]
 
 
-@pytest.mark.parametrize("guard", ["weigh", "keep"])
-def test_stripped_samples(guard, tmp_path, monkeypatch):
-    """Old log-probs are pi(y|x): ratio 1 at first. The guard weighs failures by pi(y|x) / pi(y|x,advice)."""
+def test_stripped_samples(tmp_path, monkeypatch):
+    """Old log-probs are pi(y|x): ratio 1 at first. Failures weigh pi(y|x) / pi(y|x,advice)."""
     monkeypatch.setattr(torch, "randperm", torch.arange)
     samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
-    options = dict(method="ei", off_policy_neg=guard, num_minibatches=1, num_iterations=1)
+    options = dict(method="ei", num_minibatches=1, num_iterations=1)
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     trajectories, data = batches(samples)[0]
     new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
@@ -163,10 +162,28 @@ def test_stripped_samples(guard, tmp_path, monkeypatch):
         torch.testing.assert_close(used, now, atol=1e-5, rtol=0)
         if t.injected:
             assert not torch.allclose(now, sampled, atol=1e-4)
-            if group[i] < 0 and guard == "weigh":
+            if group[i] < 0:
                 expected, failures = expected * (now - sampled).exp().clamp(max=1), failures + 1
         torch.testing.assert_close(advantages[i][trained], expected, atol=1e-5, rtol=1e-4)
-    assert high == 0.6 and (failures > 0) == (guard == "weigh")
+    assert high == 0.6 and failures > 0
+
+
+@pytest.mark.parametrize("limit, guarded", [(0.9, 2), (50.0, 0)])
+def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_path, monkeypatch):
+    """A stripped ratio is 1 at first, which is above .9; the weights then stay what they were."""
+    start, real = {}, het.compute_log_prob
+
+    def compute(policy, *args):
+        start.update(copy.deepcopy(policy.lm.state_dict()))
+        return real(policy, *args)
+
+    monkeypatch.setattr(het, "compute_log_prob", compute)
+    options = dict(method="ei", num_minibatches=1, num_iterations=1, update_epochs=2, off_ratio_limit=limit)
+    metrics = run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
+    same = [torch.equal(start[key], value) for key, value in weights(tmp_path / "run").items()]
+    assert metrics["losses/guarded_steps"] == guarded and all(same) == (guarded == 2)
+    run(tmp_path / "kept", method="baseline", num_iterations=1, off_ratio_limit=limit)
+    assert metrics_without_times(tmp_path / "kept")[1]["losses/guarded_steps"] == 0, "on-policy tokens have their clip"
 
 
 def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch):
