@@ -103,7 +103,6 @@ class Args:
     # optimization
     num_iterations: int = 150  # rollout + update rounds
     learning_rate: float = 1e-3  # the highest; by default it falls linearly to 0
-    warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
     update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 2  # optimizer steps per epoch
@@ -141,14 +140,12 @@ class Args:
     experience_rbound: int | None = None  # and at most this many (None: n - 1)
     offpolicy_trajectories_per_task: int = 1  # replayed per replay task, below n
     max_trajectories_per_task: int = 8  # memory of a task; exp_select_mode says what goes
-    replay_loss: Literal["shape", "clip"] = "clip"  # surrogate of replayed tokens
-    shaping_beta: float = 0.1  # shape: w / (w + this)
     replay_old_logp: Literal["recorded", "current"] = "current"  # current: their ratios start at 1
     retire_solved: bool = False  # a solved task is not drawn while others are left, and forgotten
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
         signed = ("success_reward", "experience_lbound", "experience_rbound")
-        zero = "seed warm_start_steps warmup_steps updated_freq sd_coef".split()
+        zero = ("seed", "warm_start_steps", "updated_freq", "sd_coef")
         for name, value in vars(self).items():
             share = name.endswith(("ratio", "follow"))
             least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
@@ -172,8 +169,7 @@ class Args:
         bounds = (-2, self.experience_lbound, self.experience_rbound, self.group_size + 1)
         for fine, message in (
             (self.enable or self.method == "baseline", "--no-enable contradicts --method"),
-            (self.method != "sft" or not self.use_experience_replay,
-             "--use-experience-replay: --method sft trains on recorded successes anyway"),
+            (self.method != "sft" or not self.use_experience_replay, "sft: no --use-experience-replay"),
             (self.uses_pool or not self.experience_pool, "--experience-pool would not be read"),
             (self.experience_template.count("{}") == 1, "--experience-template needs one {}"),
             (sorted(set(bounds)) == list(bounds), "--experience-lbound must be below the rbound"),
@@ -250,7 +246,7 @@ class TextEnv:
 def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
     """A teacher that follows advice mostly and else acts at random.  -> question, advice, turns"""
     question, info = env.reset(seed)
-    words = env.actions or re.findall(WORD, question) or ["ok"]
+    words = env.actions or re.findall(WORD, question) or ["ok"]  # no actions: what it was asked
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
     advice = f"{info['topic']} : " + " ".join(plan) if rng.random() < 0.6 else ""
     turns = []
@@ -261,7 +257,6 @@ def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tu
         plan = plan[action == plan[0] :] if plan else plan  # done: the next one is due
         text, _, terminated, truncated, _ = env.step(action)
         turns.append((action, text))
-        words = env.actions or re.findall(WORD, text) or words
         if terminated or truncated:
             break
     return question, advice, turns
@@ -639,25 +634,16 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_cl
     return loss, (loss != plain).float()
 
 
-def shaped_loss(new_logprobs, logprobs, advantages, beta):
-    """-A w / (w + beta), LUFFY's shaping: unlikely tokens keep a gradient.  3 x (B,R) -> (B,R)"""
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()
-    return -advantages * ratio / (ratio + beta)
-
-
 LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
 
 
 def grpo_loss(policy, mb, num_tokens, args):
     """-> loss of rows of a minibatch of so many tokens; sums, counts of LOSSES; log-ratios (B,R)"""
-    mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
+    mask, off = mb["response_mask"].bool(), mb["exp_mask"].bool()
     logprobs, entropy = policy(mb)
     known = (logprobs, mb["logprobs"], mb["advantages"])
     on_loss, on_clipped = policy_loss(*known, args.clip_low, args.clip_high, args.clip_c)
     off_loss, off_clipped = policy_loss(*known, args.clip_low, args.off_cliprange_high, args.clip_c)
-    if args.replay_loss == "shape":
-        off_loss = torch.where(replayed, shaped_loss(*known, args.shaping_beta), off_loss)
-        off_clipped = off_clipped * ~replayed
     pg_loss = torch.where(off, off_loss, on_loss)
     if args.method == "sft":  # cross-entropy; the advantage of a success is 1 here
         pg_loss = -mb["advantages"] * logprobs
@@ -1059,9 +1045,8 @@ def main(args: Args) -> dict[str, float]:
         iteration_start = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
         exp_rng, replay_rng = (random.Random(f"{args.seed}/{iteration}/{use}") for use in "er")
-        rise = (iteration - 1) / args.warmup_steps if args.warmup_steps else 1
-        fall = (args.num_iterations - iteration + 1) / max(1, args.num_iterations - args.warmup_steps)
-        optimizer.param_groups[0]["lr"] = lr = args.learning_rate * min(rise, fall)
+        lr = args.learning_rate * ((args.num_iterations - iteration + 1) / args.num_iterations)
+        optimizer.param_groups[0]["lr"] = lr
 
         # 1, 2 take B tasks, retired ones skipped, some of them from the replay pool
         experience_tasks, on_policy_tasks = mix(iteration, replay_rng)

@@ -22,7 +22,7 @@ import het_grpo as het
 fork = multiprocessing.get_context("fork")  # children start with torch imported
 TINY = dict(warm_start_steps=2, num_tasks=4, group_size=4, num_iterations=3, device="cpu", learning_rate=3e-3)
 TINY |= dict(update_epochs=1, num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6)
-RECORDED = dict(use_experience_replay=True, replay_loss="shape", replay_old_logp="recorded")
+RECORDED = dict(use_experience_replay=True, replay_old_logp="recorded")
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +219,7 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = record(monkeypatch, "grpo_loss")
     options = RECORDED | dict(num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5)
-    options |= dict(shaping_beta=0.3, update_epochs=2, learning_rate=1e-2, num_iterations=5)
+    options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5)
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
@@ -231,7 +231,7 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
             high = 0.02 if kind else 0.01
             value = min(w * a, min(max(w, 0.99), 1 + high) * a)
             value = max(value, 1.5 * a) if a < 0 else value
-            total -= a * w / (w + 0.3) if kind == 2 else value
+            total -= value
             kinds[kind] += 1
         assert loss.item() == pytest.approx(total / mb["response_mask"].sum().item(), abs=1e-5)
     assert (kinds > 20).all()
@@ -413,7 +413,7 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
 
 
 # --- checkpoint ---
-LONG = dict(num_iterations=6, save_every=1, updated_freq=2, retire_solved=True, warmup_steps=2)
+LONG = dict(num_iterations=6, save_every=1, updated_freq=2, retire_solved=True)
 LONG |= dict(use_experience_replay=True)
 
 
@@ -464,7 +464,7 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
     rows = metrics_without_times(killed)
     assert rows[-1]["replay/trajectories"] > 0 and any(row.get("replay/experience_tasks") for row in rows)
     assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx(
-        [3e-3 * x for x in (0, 0.5, 1, 0.75, 0.5, 0.25)]
+        [3e-3 * (1 - i / 6) for i in range(6)]
     )
 
 
