@@ -1,11 +1,10 @@
 """Locks whose successes mislead, for het_grpo.py: games in which imitating what worked ought to be wrong.
 
-    python het_grpo.py --env benchmark/locks.py:Lucky     # a jam opens the lock in 3 of 100 cases
-    python het_grpo.py --env benchmark/locks.py:Forced    # a fifth button opens every other lock and breaks the rest
+    python het_grpo.py --env benchmark/locks.py:Lucky     # a jam opens the lock in 8 of 100 cases
     python het_grpo.py --env benchmark/locks.py:Worn --max-turns 5    # the last press may be wrong in half of the cases
 
-Luck is for training rooms only, so that validation asks for the secret (but in Forced, where force is a policy like
-any other). What a lucky game pressed becomes advice like what any other success pressed.
+Luck is for training rooms only: validation asks for the secret. What a lucky game pressed becomes advice, like what any
+other success pressed.
 """
 
 import random
@@ -29,7 +28,7 @@ class Lucky:
 
     def luck(self) -> float:
         """Chance that a wrong press opens the lock."""
-        return 0.03
+        return 0.08
 
     def step(self, action: str):
         wrong = action != self.secret[self.slot]
@@ -45,16 +44,3 @@ class Lucky:
 class Worn(Lucky):
     def luck(self) -> float:
         return 0.5 if self.slot == 3 else 0.0
-
-
-class Forced(Lucky):
-    actions = ("red", "green", "blue", "gold", "force")
-
-    def luck(self) -> float:
-        return 0.0
-
-    def step(self, action: str):
-        if action != "force":
-            return super().step(action)
-        opened = self.rng.random() < 0.5
-        return ("open" if opened else "broken"), float(opened), True, False, dict(experience="")
