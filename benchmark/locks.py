@@ -16,14 +16,13 @@ TRAINING, PRACTICE = 240, 1_000_000  # tasks below are for training; those from 
 class Lucky:
     actions = ("red", "green", "blue", "gold")
 
-    def __init__(self):
-        self.rng = random.Random(0)  # of the process: a resumed run has other luck
+    games = 0  # luck differs from game to game; a resumed run counts anew
 
     def reset(self, seed: int):
         room, family = divmod(seed, 12)
         rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")
-        self.secret, self.slot, self.name = rules.choices(self.actions[:4], k=4), 0, NAMES[family]
-        self.training = seed < TRAINING
+        self.secret, self.slot, self.name = rules.choices(self.actions, k=4), 0, NAMES[family]
+        self.training, self.games, self.history = seed < TRAINING, self.games + 1, f"{seed}"
         return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
 
     def luck(self) -> float:
@@ -31,8 +30,9 @@ class Lucky:
         return 0.08
 
     def step(self, action: str):
-        wrong = action != self.secret[self.slot]
-        if wrong and not (self.training and self.rng.random() < self.luck()):
+        wrong, self.history = action != self.secret[self.slot], f"{self.history} {action}"
+        chance = random.Random(f"{self.games} {self.history}").random()
+        if wrong and not (self.training and chance < self.luck()):
             return f"jam {self.slot}", 0.0, False, False, {}
         pressed = [*self.secret[: self.slot], action]
         self.slot += 1
