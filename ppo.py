@@ -103,58 +103,52 @@ class Args:
 
 
 # --- task ---
-BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-
-
-def exact_match(prompts, responses, answers):
-    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
-
-
 def final_answer(text: str) -> str:
     """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(BOXED, text)
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
     return (boxed[-1] if boxed else text.split("####")[-1]).strip()
 
 
-def verify(prompts, responses, answers):
-    """1 where the final answer is right as a text, or its last number as a number; else 0."""
-    scores = []
-    for response, answer in zip(map(final_answer, responses), answers, strict=True):
-        numbers = re.findall(NUMBER, response)
-        if numbers and re.fullmatch(NUMBER, answer):
-            response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-        scores.append(float(response == answer))
-    return scores
+def verify(prompt, response, answer) -> bool:
+    """Is the final answer right as a text, or its last number as a number?"""
+    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    numbers = re.findall(number, response)
+    if numbers and re.fullmatch(number, answer):
+        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
+    return response == answer
 
 
-def read_jsonl(path: str) -> list[tuple[str, str]]:
-    pairs = []
+def read_jsonl(path: str, convert, expected: str) -> list:
+    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
+    rows = []
     for number, line in enumerate(open(path, "rb"), 1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-            prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-            answer = [row[name] for name in ("answer", "solution") if name in row][0]
-            assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-        except (ValueError, TypeError, IndexError, AssertionError):
-            sys.exit(f"--task jsonl:{path}: line {number} must be JSON with a prompt and an answer")
-        pairs.append((prompt, final_answer(str(answer))))
-    return pairs
+            rows += [convert(json.loads(line))] if line.strip() else []
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            sys.exit(f"{path}: line {number} must be JSON with {expected}")
+    return rows
+
+
+def to_pair(row: dict) -> tuple[str, str]:
+    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
+    answer = [row[name] for name in ("answer", "solution") if name in row][0]
+    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
+    return prompt, final_answer(str(answer))
 
 
 def make_task(args, tokenizer):
     """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
     kind, _, source = args.task.partition(":")
-    verifier = verify
     if kind == "sort":
-        rng, verifier = random.Random(0), exact_match
+        rng = random.Random(0)
         sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
         lists = [rng.choices("0123456789", k=size) for size in sizes]
         pairs = [("".join(digits) + "=", "".join(sorted(digits))) for digits in lists]
+
+        def verifier(prompt, response, answer):
+            return response == answer  # a leading 0 counts
     elif kind == "jsonl":
-        pairs = read_jsonl(source)
+        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
     else:
         import reasoning_gym
 
@@ -162,9 +156,8 @@ def make_task(args, tokenizer):
         entries = {entry["question"]: entry for entry in dataset}
         pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
 
-        def verifier(prompts, responses, answers):
-            both = zip(prompts, responses, strict=True)
-            return [float(dataset.score_answer(text.strip(), entries[p])) for p, text in both]
+        def verifier(prompt, response, answer):
+            return dataset.score_answer(response.strip(), entries[prompt])
 
     ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
     fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
@@ -174,7 +167,7 @@ def make_task(args, tokenizer):
     train = [pair for pair in fits if pair[0] not in held_out]
     if not train:
         sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
-    return train, list(held_out.items()), verifier
+    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
 
 
 def make_scorer(args, verifier, device):
@@ -194,8 +187,8 @@ def make_scorer(args, verifier, device):
         if args.chat_template:
             turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-        return [row["score"] for row in judge(texts, **plain)]
+        scores = judge(texts, function_to_apply="none", add_special_tokens=not args.chat_template)
+        return [row["score"] for row in scores]
 
     return judge_texts
 
@@ -215,10 +208,8 @@ class PolicyWithValue(nn.Module):
         self.eval()  # for good: dropout is noise in ratios
 
     def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)
-
-        `mask` (B,T) covers what the caches hold, too; `ids` (B,t) are the last of these tokens.
-        """
+        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)"""
+        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
         inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
         inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
         heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
@@ -234,9 +225,8 @@ class PolicyWithValue(nn.Module):
         ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
         # The last token is not fed: of the last R outputs, number t predicts response token t.
         logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
-        logprobs, entropy = token_logprobs(logits, rows["response_ids"], self.temperature)
-        padding = rows["response_mask"] == 0
-        return tuple(x.masked_fill(padding, 0.0) for x in (logprobs, entropy, values))
+        outputs = (*token_logprobs(logits, rows["response_ids"], self.temperature), values)
+        return tuple(x.masked_fill(rows["response_mask"] == 0, 0.0) for x in outputs)
 
     def step(self, ids, mask, caches):
         """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
@@ -270,14 +260,12 @@ def load_lm(args):
     """-> causal LM, tokenizer, the ids that end an answer (E,)"""
     if args.model_name is None:
         tokenizer = make_tiny_tokenizer()
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
         special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        config = transformers.LlamaConfig(**sizes, **special, num_attention_heads=4)
-        lm = transformers.LlamaForCausalLM(config)
+        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        lm = load(args.model_name, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if not eos_ids:
@@ -294,12 +282,11 @@ def load_lm(args):
 def check_sampler(policy, name: str):
     """Cached steps must give what a forward pass gives, or a run would train on wrong samples."""
     ids, mask = torch.tensor([[3, 4, 5], [5, 3, 4]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    whole = policy.predict(ids, mask, 1)[0][1:, 0] / policy.temperature
-    caches = transformers.DynamicCache(), None
+    whole, caches = policy.predict(ids, mask, 1)[0][1:, 0], (transformers.DynamicCache(), None)
     try:  # a recurrent state is no cache of keys and values: Mamba, LFM2, Qwen3-Next
-        policy.step(ids[:, :2], mask[:, :2], caches)
+        policy.predict(ids[:, :2], mask[:, :2], 1, caches)
         caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
-        steps, _ = policy.step(ids[1:, 2:], mask[1:], caches)
+        steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
         assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
     except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
@@ -368,7 +355,7 @@ LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split(
 
 
 def ppo_loss(policy, mb, num_tokens, args):
-    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (6,)"""
+    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (n,)"""
     mask = mb["response_mask"].float()
     logprobs, entropy, values = policy(mb)
     entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
@@ -399,19 +386,15 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, uniforms=None):
-    """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
-
-    Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
-    `generate` would apply a checkpoint's generation config: its samples are not the policy's.
-    """
-    shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
-    rows = dict(response_ids=torch.full(shape, pad_id, device=device))
-    rows["response_mask"] = torch.zeros_like(rows["response_ids"])
-    rows |= {name: torch.zeros(shape, device=device) for name in ("logprobs", "values")}
-    alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; others cost nothing
+def generate(policy, ids, mask, max_response_length, uniforms=None):
+    """Continue prompts (B,P): sample, or without uniforms (B,R) take the likeliest.  -> dict of (B,R)"""
+    # Log-probs and values are the sampler's own, which saves a second pass. transformers' `generate`
+    # would apply a checkpoint's generation config: its samples are not the policy's.
+    shape, device = (len(ids), max_response_length), ids.device
+    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
+    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
+    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
     caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
-    ids, mask = prompt_ids, prompt_mask
     for t in range(max_response_length):
         logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
@@ -436,8 +419,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
     rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    limits = (tokenizer.pad_token_id, args.max_response_length)
-    rows |= generate(policy, *rows.values(), *limits, uniforms)
+    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
     valid = rows["response_mask"].bool()
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
     texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
@@ -537,10 +519,9 @@ def warm_start(lm, pairs, tokenizer, args):
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        scrambled = [prompt + "".join(rng.sample(answer, len(answer))) for prompt, answer in batch]
-        texts = [text + tokenizer.eos_token for text in scrambled]
-        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
+        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
@@ -557,7 +538,6 @@ def main(args: Args) -> dict[str, float]:
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
-    lm.to(device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
     reference = None
@@ -569,8 +549,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
     stream = []  # every prompt once per pass, each pass in an order of its own
     while len(stream) < args.num_iterations * args.batch_size:
-        rng = random.Random(f"{args.seed}/{len(stream)}")
-        stream += rng.sample(train_pairs, len(train_pairs))
+        stream += random.Random(f"{args.seed}/{len(stream)}").sample(train_pairs, len(train_pairs))
 
     num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
     iteration = global_step = skipped_steps = 0
@@ -627,11 +606,10 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
-        explained = explained_variance(batch["values"], batch["returns"], mask)
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
         metrics |= {
             "global_step": global_step,
-            "losses/explained_variance": explained.item(),
+            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
             "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
             "losses/skipped_steps": skipped_steps,
             "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's

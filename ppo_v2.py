@@ -125,14 +125,12 @@ class Args:
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: none)
 
     # replay; v2: lag, correction, log
-    rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
-    correction: Annotated[CORRECTIONS, OLD_NAME] = "decoupled"  # of tokens that an older policy sampled
-    correction_limit: float | None = None  # its cap or threshold (None: what LIMITS says)
     log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
-    # v2: buffer. The guide's own values: --replay-buffer-size 1000 --replay-sample-size 32
-    # --no-use-priority-sampling --priority-alpha 0.6 --priority-beta 0.4 --max-replay-reuse 4
-    # --priority-beta-increment 0.001 --priority-age-tau None --replay-advantages all
+    rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
     use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
+    correction: Annotated[CORRECTIONS, OLD_NAME] = "decoupled"  # of tokens that an older policy sampled
+    correction_limit: float | None = None  # its cap or threshold (None: 2, 4, 0.2, 0.04 from decoupled on)
+    # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
     replay_sample_size: int = 64  # rollouts drawn per update
@@ -177,67 +175,62 @@ class Args:
             if not fine:
                 raise ValueError(message)
         # v2: buffer, correction: an option that would do nothing is refused
-        names, switch = list(vars(self)), self.use_replay_buffer
-        idle = [] if switch else names[names.index("use_replay_buffer") + 1 :]
-        idle += [] if switch or self.rollout_lag else ["correction", "correction_limit"]
-        for name in idle:
+        names = list(vars(self))
+        idle = names[names.index("replay_buffer_size" if self.rollout_lag else "correction") :]
+        for name in () if self.use_replay_buffer else idle:
             if getattr(self, name) != getattr(Args, name):
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
+        if ratio := self.new_samples_ratio:
+            self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
 
 
 # --- task ---
-BOXED = r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}"  # may hold \frac{1}{2}
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-
-
-def exact_match(prompts, responses, answers):
-    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
-
-
 def final_answer(text: str) -> str:
     """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(BOXED, text)
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
     return (boxed[-1] if boxed else text.split("####")[-1]).strip()
 
 
-def verify(prompts, responses, answers):
-    """1 where the final answer is right as a text, or its last number as a number; else 0."""
-    scores = []
-    for response, answer in zip(map(final_answer, responses), answers, strict=True):
-        numbers = re.findall(NUMBER, response)
-        if numbers and re.fullmatch(NUMBER, answer):
-            response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-        scores.append(float(response == answer))
-    return scores
+def verify(prompt, response, answer) -> bool:
+    """Is the final answer right as a text, or its last number as a number?"""
+    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    numbers = re.findall(number, response)
+    if numbers and re.fullmatch(number, answer):
+        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
+    return response == answer
 
 
-def read_jsonl(path: str) -> list[tuple[str, str]]:
-    pairs = []
+def read_jsonl(path: str, convert, expected: str) -> list:
+    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
+    rows = []
     for number, line in enumerate(open(path, "rb"), 1):
-        if not line.strip():
-            continue
         try:
-            row = json.loads(line)
-            prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-            answer = [row[name] for name in ("answer", "solution") if name in row][0]
-            assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-        except (ValueError, TypeError, IndexError, AssertionError):
-            sys.exit(f"--task jsonl:{path}: line {number} must be JSON with a prompt and an answer")
-        pairs.append((prompt, final_answer(str(answer))))
-    return pairs
+            rows += [convert(json.loads(line))] if line.strip() else []
+        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            sys.exit(f"{path}: line {number} must be JSON with {expected}")
+    return rows
+
+
+def to_pair(row: dict) -> tuple[str, str]:
+    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
+    answer = [row[name] for name in ("answer", "solution") if name in row][0]
+    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
+    return prompt, final_answer(str(answer))
 
 
 def make_task(args, tokenizer):
     """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
     kind, _, source = args.task.partition(":")
-    verifier = verify
     if kind == "sort":
-        rng, verifier = random.Random(0), exact_match
+        rng = random.Random(0)
         sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
         lists = [rng.choices("0123456789", k=size) for size in sizes]
         pairs = [("".join(digits) + "=", "".join(sorted(digits))) for digits in lists]
+
+        def verifier(prompt, response, answer):
+            return response == answer  # a leading 0 counts
     elif kind == "jsonl":
-        pairs = read_jsonl(source)
+        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
     else:
         import reasoning_gym
 
@@ -245,9 +238,8 @@ def make_task(args, tokenizer):
         entries = {entry["question"]: entry for entry in dataset}
         pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
 
-        def verifier(prompts, responses, answers):
-            both = zip(prompts, responses, strict=True)
-            return [float(dataset.score_answer(text.strip(), entries[p])) for p, text in both]
+        def verifier(prompt, response, answer):
+            return dataset.score_answer(response.strip(), entries[prompt])
 
     ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
     fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
@@ -257,7 +249,7 @@ def make_task(args, tokenizer):
     train = [pair for pair in fits if pair[0] not in held_out]
     if not train:
         sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
-    return train, list(held_out.items()), verifier
+    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
 
 
 def make_scorer(args, verifier, device):
@@ -277,8 +269,8 @@ def make_scorer(args, verifier, device):
         if args.chat_template:
             turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        plain = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-        return [row["score"] for row in judge(texts, **plain)]
+        scores = judge(texts, function_to_apply="none", add_special_tokens=not args.chat_template)
+        return [row["score"] for row in scores]
 
     return judge_texts
 
@@ -298,10 +290,8 @@ class PolicyWithValue(nn.Module):
         self.eval()  # for good: dropout is noise in ratios
 
     def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)
-
-        `mask` (B,T) covers what the caches hold, too; `ids` (B,t) are the last of these tokens.
-        """
+        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)"""
+        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
         inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
         inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
         heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
@@ -317,9 +307,8 @@ class PolicyWithValue(nn.Module):
         ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
         # The last token is not fed: of the last R outputs, number t predicts response token t.
         logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
-        logprobs, entropy = token_logprobs(logits, rows["response_ids"], self.temperature)
-        padding = rows["response_mask"] == 0
-        return tuple(x.masked_fill(padding, 0.0) for x in (logprobs, entropy, values))
+        outputs = (*token_logprobs(logits, rows["response_ids"], self.temperature), values)
+        return tuple(x.masked_fill(rows["response_mask"] == 0, 0.0) for x in outputs)
 
     def step(self, ids, mask, caches):
         """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
@@ -360,14 +349,12 @@ def load_lm(args):
     """-> causal LM, tokenizer, the ids that end an answer (E,)"""
     if args.model_name is None:
         tokenizer = make_tiny_tokenizer()
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
+        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
         special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        config = transformers.LlamaConfig(**sizes, **special, num_attention_heads=4)
-        lm = transformers.LlamaForCausalLM(config)
+        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        lm = load(args.model_name, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     if not eos_ids:
@@ -384,12 +371,11 @@ def load_lm(args):
 def check_sampler(policy, name: str):
     """Cached steps must give what a forward pass gives, or a run would train on wrong samples."""
     ids, mask = torch.tensor([[3, 4, 5], [5, 3, 4]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    whole = policy.predict(ids, mask, 1)[0][1:, 0] / policy.temperature
-    caches = transformers.DynamicCache(), None
+    whole, caches = policy.predict(ids, mask, 1)[0][1:, 0], (transformers.DynamicCache(), None)
     try:  # a recurrent state is no cache of keys and values: Mamba, LFM2, Qwen3-Next
-        policy.step(ids[:, :2], mask[:, :2], caches)
+        policy.predict(ids[:, :2], mask[:, :2], 1, caches)
         caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
-        steps, _ = policy.step(ids[1:, 2:], mask[1:], caches)
+        steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
         assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
     except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
@@ -404,47 +390,41 @@ class ReplayBuffer:
     """Past rollouts, oldest first: unpadded tensors on the CPU, and what it takes to choose."""
 
     def __init__(self, args):
-        self.args, self.samples = args, []
+        self.args, self.samples, self.num_drawn = args, [], 0
         self.beta, self.last_kl = args.priority_beta, 0.0  # KL of the last update
-        self.draw_size, ratio = args.replay_sample_size, args.new_samples_ratio
-        if ratio is not None:
-            self.draw_size = round(args.batch_size * (1 - ratio) / ratio)
 
-    def priorities(self, advantages, mask) -> list[float]:
-        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  2 x (B,R) -> B"""
+    def priorities(self, advantages, mask):
+        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  2 x (B,R) -> (B,)"""
         positive = self.args.replay_advantages == "positive"
         size = advantages.clamp(min=0) if positive else advantages.abs()
         mean = ((size * mask).sum(1) / mask.sum(1)).double()
-        return ((mean + 1e-6) ** self.args.priority_alpha).tolist()
+        return (mean + 1e-6) ** self.args.priority_alpha
 
     def add(self, rows: dict, iteration: int):
-        """Cut to their lengths; a row without a token is left out."""
-        valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
-        priorities = self.priorities(rows["advantages"], valid)
-        for i in valid.any(1).nonzero().flatten().tolist():
-            where = {name: prompts[i] if "prompt" in name else valid[i] for name in STORED}
-            sample = {name: rows[name][i][keep].cpu() for name, keep in where.items()}
-            sample |= dict(score=rows["scores"][i].item(), priority=priorities[i])
-            self.samples.append(sample | dict(birth=iteration, reuse=0))
+        self.samples += [x | dict(birth=iteration, reuse=0) for x in self.unpad(rows, STORED)]
+        self.evict(iteration)
 
-    def refresh(self, samples: list[dict], values, advantages, mask):
-        """What was drawn is kept as critic and policy see it today."""
-        for i, priority in enumerate(self.priorities(advantages, mask)):
-            new = dict(values=values[i], advantages=advantages[i])
-            samples[i] |= {name: x[mask[i] > 0].cpu() for name, x in new.items()} | dict(priority=priority)
+    def unpad(self, rows: dict, names: list[str]) -> list[dict]:
+        """Rows cut to their lengths, score and priority; one without a token (NaN) is left out."""
+        valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
+        priorities, samples = self.priorities(rows["advantages"], valid).tolist(), []
+        for i in valid.any(1).nonzero().flatten().tolist():
+            where = {name: prompts[i] if "prompt" in name else valid[i] for name in names}
+            sample = {name: rows[name][i][keep].cpu() for name, keep in where.items()}
+            samples.append(sample | dict(score=rows["scores"][i].item(), priority=priorities[i]))
+        return samples
 
     def evict(self, iteration: int):
         """What is too old or was drawn too often goes, then the oldest beyond the capacity."""
-        oldest, most = iteration - self.args.staleness_threshold, self.args.max_replay_reuse
-        live = [x for x in self.samples if x["birth"] >= oldest and x["reuse"] < most]
-        small = self.args.replay_start_size and iteration < self.args.replay_grow_iteration
-        self.samples = live[-(self.args.replay_start_size if small else self.args.replay_buffer_size) :]
+        args, oldest = self.args, iteration - self.args.staleness_threshold
+        small = args.replay_start_size and iteration < args.replay_grow_iteration
+        capacity = args.replay_start_size if small else args.replay_buffer_size
+        live = [x for x in self.samples if x["birth"] >= oldest and x["reuse"] < args.max_replay_reuse]
+        self.samples = live[-capacity:]
 
     def draw(self, iteration: int) -> tuple[list[dict], torch.Tensor]:
-        """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)
-
-        The weights (N P)^-beta / max undo the odds (section 3.4 of arXiv:1511.05952).
-        """
+        """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)"""
+        self.evict(iteration)
         args, most = self.args, self.args.max_replay_reuse
         if args.adaptive_reuse and self.last_kl >= 0.01:
             most = max(1, most // 3)  # the policy moves fast: rollouts drawn often have to wait
@@ -457,8 +437,8 @@ class ReplayBuffer:
             ages = iteration - torch.tensor([x["birth"] for x in live])
             odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
         odds = odds / odds.sum()
-        chosen = odds.multinomial(min(self.draw_size, len(live)), replacement=True)
-        weights = (len(live) * odds[chosen]) ** -self.beta
+        chosen = odds.multinomial(min(args.replay_sample_size, len(live)), replacement=True)
+        weights = (len(live) * odds[chosen]) ** -self.beta  # undo the odds: section 3.4 of arXiv:1511.05952
         self.beta = min(1.0, self.beta + args.priority_beta_increment)
         for i in set(chosen.tolist()):
             live[i]["reuse"] += 1  # once per iteration, however often it fills the draw
@@ -513,11 +493,14 @@ def staleness(name: str, rows: dict) -> dict[str, float]:
     return {f"{name}/{key}": x.item() for key, x in metrics.items()}
 
 
-def forecast_efficiency(batch_size: int, sample_size: int, max_reuse: int) -> tuple[float, str]:
-    """Samples that enter an update per sample generated, at most, and what limits it."""
-    if sample_size <= max_reuse * batch_size:
-        return 1 + sample_size / batch_size, f"{sample_size} drawn per {batch_size} generated"
-    return 1 + max_reuse, f"at most {max_reuse} draws of each"
+def forecast(args, num_stored: int) -> str:
+    """Answers that enter an update per answer generated, at most, and what limits it."""
+    most = num_stored + args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
+    if args.min_replay_size > most:
+        return f"warning: there will never be more than {most} rollouts: --min-replay-size"
+    drawn, reuse = args.replay_sample_size / args.batch_size, args.max_replay_reuse
+    limit = "--replay-sample-size" if drawn <= reuse else "--max-replay-reuse"
+    return f"replay: EFF will be at most {1 + min(drawn, reuse):.2f}x, limited by {limit}"
 
 
 def masked_mean(x, mask):
@@ -581,12 +564,9 @@ def explained_variance(values, returns, mask):
 
 
 # v2: correction
-LIMITS = dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04)  # C, eps_high, delta, tau
-
-
 def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, correction, limit, clip):
     """Policy loss of tokens that mu sampled, and where its rule binds.  -> 2 x (B,R)"""
-    limit = LIMITS.get(correction) if limit is None else limit
+    limit = limit or dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04).get(correction)
     if correction == "none":  # as if pi_prox had sampled
         return policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
     if correction == "behaviour":  # PPO as written: a stale token has spent its room before the update
@@ -619,7 +599,7 @@ LOSSES += ["replay_frac", "approx_kl_replay", "clipfrac_replay"]  # v2: status
 
 
 def ppo_loss(policy, mb, num_tokens, args):
-    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (6,)"""
+    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (n,)"""
     mask = mb["response_mask"].float()
     logprobs, entropy, values = policy(mb)
     entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
@@ -631,13 +611,11 @@ def ppo_loss(policy, mb, num_tokens, args):
     # v2: correction
     rule = (mask * mb["stale"], args.correction, args.correction_limit, clip)
     stale = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
-    fresh = (pg_loss, clipped)
-    pg_loss, clipped = (torch.where(mb["stale"], x, y) for x, y in zip(stale, fresh, strict=True))
+    both = zip(stale, (pg_loss, clipped), strict=True)
+    pg_loss, clipped = (torch.where(mb["stale"], *pair) for pair in both)
     # v2: imitation, status
-    pg_loss, v_loss = pg_loss * mb["weights"], v_loss * mb["value_weights"]
-    old = mb["replayed"].float()
-    moved, apart = moved * (1 - old), (old, kl * old, clipped * old)
-    terms = (pg_loss, v_loss, entropy, kl, clipped, moved, *apart)
+    pg_loss, v_loss, old = pg_loss * mb["weights"], v_loss * mb["value_weights"], mb["replayed"].float()
+    terms = (pg_loss, v_loss, entropy, kl, clipped, moved * (1 - old), old, kl * old, clipped * old)
     terms = [(x * mask).sum() / num_tokens for x in terms]
     loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]
     return loss, torch.stack(terms).detach()
@@ -659,19 +637,15 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def generate(policy, prompt_ids, prompt_mask, pad_id, max_response_length, uniforms=None):
-    """Sample, or take the likeliest where there are no uniforms (B,R).  -> dict of (B,R)
-
-    Log-probs and values are those of the sampler itself, which saves a second pass. transformers'
-    `generate` would apply a checkpoint's generation config: its samples are not the policy's.
-    """
-    shape, device = (len(prompt_ids), max_response_length), prompt_ids.device
-    rows = dict(response_ids=torch.full(shape, pad_id, device=device))
-    rows["response_mask"] = torch.zeros_like(rows["response_ids"])
-    rows |= {name: torch.zeros(shape, device=device) for name in ("logprobs", "values")}
-    alive = torch.arange(len(prompt_ids), device=device)  # rows that have not ended; others cost nothing
+def generate(policy, ids, mask, max_response_length, uniforms=None):
+    """Continue prompts (B,P): sample, or without uniforms (B,R) take the likeliest.  -> dict of (B,R)"""
+    # Log-probs and values are the sampler's own, which saves a second pass. transformers' `generate`
+    # would apply a checkpoint's generation config: its samples are not the policy's.
+    shape, device = (len(ids), max_response_length), ids.device
+    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
+    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
+    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
     caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
-    ids, mask = prompt_ids, prompt_mask
     for t in range(max_response_length):
         logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
         token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
@@ -696,8 +670,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
     rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    limits = (tokenizer.pad_token_id, args.max_response_length)
-    rows |= generate(policy, *rows.values(), *limits, uniforms)
+    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
     valid = rows["response_mask"].bool()
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
     texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
@@ -731,8 +704,6 @@ def samples_to_rows(samples: list[dict], policy, num_rows: int) -> dict:
     rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(rows["values"])
     rows["ended"] = torch.ones_like(rows["scores"])  # asked of fresh answers only
     rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
-    known = ~rows["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
-    rows["mu_logprobs"] = rows["mu_logprobs"].where(known, rows["logprobs"])
     return rows
 
 
@@ -755,35 +726,30 @@ def weigh_rows(advantages, mask, draw_weights, args) -> dict:
 
 
 # v2: log
-def write_rollouts(path: Path, rows: dict, tokenizer):
-    valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
+def write_rollouts(path: Path, samples: list[dict], tokenizer):
     with open(path, "a") as file:
-        for i, score in enumerate(rows["scores"].tolist()):
-            ids = rows["response_ids"][i][valid[i]].tolist()
-            row = dict(prompt_ids=rows["prompt_ids"][i][prompts[i]].tolist(), response_ids=ids, score=score)
-            row |= dict(logprobs=rows["mu_logprobs"][i][valid[i]].tolist(), response=tokenizer.decode(ids))
-            file.write(json.dumps(row) + "\n")
+        for sample in samples:
+            prompt, ids, logprobs = (sample[name].tolist() for name in STORED[:3])
+            row = dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs, score=sample["score"])
+            file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n")
 
 
 def read_rollouts(path: str, tokenizer, args) -> list[dict]:
     """What `write_rollouts` wrote, or others: prompt may stand for prompt_ids, logprobs may be missing."""
-    samples = []
-    for number, line in enumerate(open(path, "rb"), 1):
-        try:
-            row = json.loads(line)
-            if "prompt_ids" not in row:
-                row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
-            prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
-            logprobs = row.get("logprobs", [math.nan] * len(ids))
-            assert len(logprobs) == len(ids) and math.isfinite(score)
-            assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
-            assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
-            sys.exit(f"--replay-from {path}: line {number} must be JSON with a prompt or prompt_ids, "
-                     "response_ids in this model's tokens, a score and, where known, logprobs")
-        empty = dict.fromkeys(STORED[3:], torch.zeros(len(ids)))
-        tokens = dict(prompt_ids=torch.tensor(prompt), response_ids=torch.tensor(ids))
-        samples.append(empty | tokens | dict(mu_logprobs=torch.tensor(logprobs), score=score))
+
+    def to_sample(row: dict) -> dict:
+        if "prompt_ids" not in row:
+            row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
+        prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
+        logprobs = row.get("logprobs", [math.nan] * len(ids))
+        assert len(logprobs) == len(ids) and math.isfinite(score)
+        assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
+        assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
+        empty, known = dict.fromkeys(STORED[3:], torch.zeros(len(ids))), (prompt, ids, logprobs)
+        return empty | dict(zip(STORED, map(torch.tensor, known), strict=False)) | dict(score=score)
+
+    expected = "prompt or prompt_ids, response_ids of this model, score and, where known, logprobs"
+    samples = read_jsonl(path, to_sample, expected)
     unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
     print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
     return samples
@@ -900,9 +866,8 @@ def save_memory(policy, reference, args):
     for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
         trunk.gradient_checkpointing_enable()
         for module in trunk.modules():
-            for name in [k for k, x in vars(module).items() if type(x) is float]:
-                if "drop" in name or isinstance(module, nn.Dropout):
-                    setattr(module, name, 0.0)
+            floats = [name for name, x in vars(module).items() if type(x) is float]
+            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
     for model in filter(None, (policy, reference)) if args.bf16 else ():
         autocast = torch.autocast(policy.eos_ids.device.type, torch.bfloat16)
         model.forward, model.step = autocast(model.forward), autocast(model.step)
@@ -953,14 +918,11 @@ def join(parts: list[dict]) -> dict:
 
 
 def gather_rows(rows: dict, world_size: int) -> dict:
-    """All rows on every rank, in the order of one process: rank r sampled r, r + world_size, ..
-
-    What follows (advantages, shuffling) is then the same arithmetic on every rank.
-    """
+    """All rows on every rank in the order of one process: advantages and shuffling are then alike."""
     parts = [None] * world_size
     dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
     joined = join(parts)
-    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()
+    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank r sampled r, ..
     return {name: x[order].to(rows[name].device) for name, x in joined.items()}
 
 
@@ -972,10 +934,9 @@ def warm_start(lm, pairs, tokenizer, args):
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        scrambled = [prompt + "".join(rng.sample(answer, len(answer))) for prompt, answer in batch]
-        texts = [text + tokenizer.eos_token for text in scrambled]
-        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(lm.device)
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch]).to(lm.device)  # a token a letter
+        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
+        tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
         is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
@@ -992,15 +953,12 @@ def main(args: Args) -> dict[str, float]:
     rank, world_size, device = init_distributed(device)
     if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
-    if args.fsdp and world_size == 1:
-        sys.exit("--fsdp needs torchrun with two processes or more")
     if args.correction == "m2po" and world_size * args.gradient_accumulation_steps > 1:
         sys.exit("--correction m2po looks at a whole minibatch: one process, no micro-batches")
     lm, tokenizer, eos_ids = load_lm(args)
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
-    lm.to(device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
     reference = None
@@ -1019,12 +977,10 @@ def main(args: Args) -> dict[str, float]:
     # v1: schedule: its function alone, of the iteration; nothing to save
     steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
     kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
-    throwaway = torch.optim.SGD([torch.zeros(1)], lr)
-    schedule = transformers.get_scheduler(kind, throwaway, **steps).lr_lambdas[0]
+    schedule = transformers.get_scheduler(kind, optimizer, **steps).lr_lambdas[0]
     stream = []  # every prompt once per pass, each pass in an order of its own
     while len(stream) < args.num_iterations * args.batch_size:
-        rng = random.Random(f"{args.seed}/{len(stream)}")
-        stream += rng.sample(train_pairs, len(train_pairs))
+        stream += random.Random(f"{args.seed}/{len(stream)}").sample(train_pairs, len(train_pairs))
 
     num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
     num_rows //= args.gradient_accumulation_steps * world_size  # v1: accumulate, distributed
@@ -1038,15 +994,15 @@ def main(args: Args) -> dict[str, float]:
         print(f"resuming {path}; options that changed: {changed or 'none'}")
         states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
         dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        iteration, skipped_steps, best_score, stale_evals = saved["counters"]
-        kl_coef = saved["kl_coef"] if args.adaptive_kl else args.kl_coef
+        iteration, skipped_steps, best_score, stale_evals, kl_coef = saved["counters"]
+        kl_coef = kl_coef if args.adaptive_kl else args.kl_coef
         global_step, rows = iteration * args.batch_size, saved["rows"]
         metrics = {name: x for name, x in rows[-1].items() if x is not None}
     # v2: lag, buffer, log
-    past_weights, buffer, trained, log_size = [], ReplayBuffer(args), 0, 0
+    past_weights, buffer, log_size = [], ReplayBuffer(args), 0
     if iteration:
-        past_weights, trained, log_size = (saved[name] for name in ("past_weights", "trained", "log_size"))
-        buffer.samples, buffer.beta, buffer.last_kl = saved["buffer"]
+        past_weights, log_size = saved["past_weights"], saved["log_size"]
+        vars(buffer).update(saved["buffer"] | dict(args=args))
     elif args.replay_from:
         logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), policy, num_rows)
         if reference is not None:
@@ -1054,11 +1010,7 @@ def main(args: Args) -> dict[str, float]:
         logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until it is drawn
         buffer.add(logged, 0)
     if args.use_replay_buffer:  # v2: status
-        limits = (args.batch_size, buffer.draw_size, args.max_replay_reuse)
-        print("replay: EFF will be at most {:.2f}x, limited by {}".format(*forecast_efficiency(*limits)))
-        most = args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
-        if args.min_replay_size > most + len(buffer.samples):
-            print(f"warning: there will never be more than {most} rollouts: --min-replay-size")
+        print(forecast(args, len(buffer.samples)))
     stop = catch_signals()
     run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
     log_path = run.dir / "rollouts.jsonl"  # v2: log
@@ -1105,12 +1057,12 @@ def main(args: Args) -> dict[str, float]:
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
         # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
-        samples, draw_weights, beta = [], torch.ones(0), buffer.beta
-        if args.use_replay_buffer:
-            buffer.evict(iteration)
-            samples, draw_weights = buffer.draw(iteration)
+        beta, (samples, draw_weights) = buffer.beta, buffer.draw(iteration)
         if samples:
-            batch = join([batch, samples_to_rows(samples, policy, num_rows)])
+            drawn = samples_to_rows(samples, policy, num_rows)
+            unknown = drawn["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
+            drawn["mu_logprobs"] = drawn["logprobs"].where(unknown, drawn["mu_logprobs"])
+            batch = join([batch, drawn])
 
         # 2 advantages
         mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
@@ -1127,10 +1079,9 @@ def main(args: Args) -> dict[str, float]:
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
             # v2: mix
-            if samples:
-                order = torch.randperm(len(samples)).to(device) + args.batch_size
-                parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
-                minibatches = list(map(torch.cat, parts))
+            order = torch.randperm(len(samples)).to(device) + args.batch_size
+            parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
+            minibatches = list(map(torch.cat, parts))
             for mb_inds in minibatches:
                 optimizer.zero_grad()
                 num_tokens = batch["response_mask"][mb_inds].sum()
@@ -1142,10 +1093,9 @@ def main(args: Args) -> dict[str, float]:
                     loss.backward()
                     stats = stats + micro_stats
                 sum_gradients(policy, world_size)
-                stats = total(stats)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm  # v1: distributed
-                stats = torch.cat([stats, grad_norm[None]])
+                stats = torch.cat([total(stats), grad_norm[None]])
                 if not stats.isfinite().all():  # a NaN must not reach the weights
                     skipped_steps += 1
                     continue
@@ -1159,24 +1109,16 @@ def main(args: Args) -> dict[str, float]:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
         # v2: status: from here on the fresh answers alone
-        size, told = args.batch_size, {}
-        if args.rollout_lag:
-            told |= staleness("lag", {name: x[:size] for name, x in batch.items()})
-        if samples:
-            told |= staleness("replay", {name: x[size:] for name, x in batch.items()})
-            told["replay/age"] = iteration - sum(x["birth"] for x in samples) / len(samples)
-            told["replay/beta"] = beta
-            buffer.refresh(samples, batch["values"][size:], advantages[size:], mask[size:])
-        batch = {name: x[:size] for name, x in batch.items()}
-        advantages, mask, past = advantages[:size], mask[:size], [x[:size] for x in past]
+        batch["advantages"], size = advantages, args.batch_size  # neither whitened nor cut
+        batch, drawn = ({k: x[part] for k, x in batch.items()} for part in (slice(size), slice(size, None)))
+        mask, past = mask[:size], [x[:size] for x in past]
 
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
-        explained = explained_variance(batch["values"], batch["returns"], mask)
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
         metrics |= {
             "global_step": global_step,
-            "losses/explained_variance": explained.item(),
+            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
             "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
             "losses/skipped_steps": skipped_steps,
             "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
@@ -1192,26 +1134,30 @@ def main(args: Args) -> dict[str, float]:
         # v2: status
         share, kl_replay, clipped_replay = (metrics.pop(f"losses/{name}") for name in LOSSES[6:])
         metrics["rollout/logprob_mismatch"] /= 1 - updates[0][6].item()
-        for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)) if share else ():
-            metrics[f"losses/{name}_replay"] = replay / share
-            metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
-        metrics |= told
+        metrics |= staleness("lag", batch) if args.rollout_lag else {}
+        if samples:
+            age = iteration - sum(x["birth"] for x in samples) / len(samples)
+            metrics |= staleness("replay", drawn) | {"replay/age": age, "replay/beta": beta}
+            for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)):
+                metrics[f"losses/{name}_replay"] = replay / share
+                metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
+            for sample, new in zip(samples, buffer.unpad(drawn, ["values", "advantages"]), strict=True):
+                sample |= new  # what was drawn is kept as critic and policy see it today
         if args.log_rollouts and rank == 0:  # v2: log
-            write_rollouts(log_path, batch, tokenizer)
+            write_rollouts(log_path, buffer.unpad(batch, STORED), tokenizer)
         if args.use_replay_buffer:
-            buffer.add(batch | dict(advantages=advantages), iteration)
-            buffer.evict(iteration)  # BUF counts what may still be drawn
+            buffer.add(batch, iteration)
             buffer.last_kl = metrics["losses/approx_kl"]
-            trained += args.batch_size + len({id(sample) for sample in samples})  # copies count once
-            stats = buffer.buffer_stats(iteration)
+            buffer.num_drawn += len({id(sample) for sample in samples})  # copies count once
+            stats, used = buffer.buffer_stats(iteration), (global_step + buffer.num_drawn) / global_step
             metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
-            metrics |= {"buffer_size": len(buffer.samples), "avg_sample_reuse": stats["avg_reuse_count"]}
-            metrics |= {"replay_ratio": trained / global_step - 1, "sample_efficiency": trained / global_step}
-        # v1: kl
+            metrics |= dict(buffer_size=stats["buffer_size"], avg_sample_reuse=stats["avg_reuse_count"])
+            metrics |= dict(replay_ratio=used - 1, sample_efficiency=used)
+        # v1: kl, nan
         kl = ((past[0] - past[1]) * mask).sum(1).mean().item()  # nats per answer
         metrics |= {"kl_divergence": kl, "losses/kl_coef": kl_coef, "learning_rate": lr}
-        metrics |= {"total_loss": means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]}
-        metrics["rollout/nan_rewards"] = (mask.sum(1) == 0).sum().item()  # v1: nan
+        metrics["total_loss"] = means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]
+        metrics["rollout/nan_rewards"] = (mask.sum(1) == 0).sum().item()
         if args.adaptive_kl:
             kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, args.batch_size)
 
@@ -1227,24 +1173,21 @@ def main(args: Args) -> dict[str, float]:
         run.log(metrics)
         line = f"PL:{means[0]:.2f} VL:{means[1]:.2f} R:{metrics['charts/score']:.2f}"
         if args.use_replay_buffer:  # v2: status
-            line += f" BUF:{len(buffer.samples)} EFF:{trained / global_step:.1f}x"
+            line += f" BUF:{metrics['buffer_size']} EFF:{metrics['sample_efficiency']:.1f}x"
         run.status(line, iteration)
         # v1: checkpoint
         stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
-        early = 0 < args.early_stopping_patience <= stale_evals
-        last = iteration == args.num_iterations
-        if last or early or stopping or iteration % args.save_every == 0:
+        ended = iteration == args.num_iterations or 0 < args.early_stopping_patience <= stale_evals
+        if ended or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args))
-            state |= dict(counters=(iteration, skipped_steps, best_score, stale_evals))
-            state |= dict(kl_coef=kl_coef, rows=run.rows)
+            state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args), rows=run.rows)
+            state["counters"] = iteration, skipped_steps, best_score, stale_evals, kl_coef
             # v2: lag, buffer, log
-            state |= dict(past_weights=past_weights, trained=trained)
-            state |= dict(buffer=(buffer.samples, buffer.beta, buffer.last_kl))
+            state |= dict(past_weights=past_weights, buffer=vars(buffer) | dict(args=None))
             state["log_size"] = log_path.stat().st_size if log_path.exists() else 0
             if rank == 0:
                 save_checkpoint(run.dir / "checkpoint.pt", state)
-        if stopping and not last:
+        if stopping and not ended:
             print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
             return metrics
 
@@ -1256,10 +1199,10 @@ def main(args: Args) -> dict[str, float]:
         "what the critic predicts": ["losses/explained_variance"],
     }
     if args.rollout_lag or args.use_replay_buffer:  # v2: status
-        stale = "lag" if args.rollout_lag else "replay"
+        panels["score of an answer"].append("replay/score")
         panels |= {
-            "score of fresh and of replayed answers": ["charts/score", "replay/score"],
-            "nats from the sampler, effective share": [f"{stale}/kl_behaviour", f"{stale}/ess"],
+            "nats per token from the sampler": ["lag/kl_behaviour", "replay/kl_behaviour"],
+            "effective share of stale tokens": ["lag/ess", "replay/ess"],
             "answers in the buffer": ["buffer_size"],
             "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
         }

@@ -16,6 +16,8 @@ COMMANDS = [  # script and flags, what makes it only print
     ("ppo_default.py", "--table"),
     ("replay_study.py --tune", "--tables"),
     ("replay_study.py", "--tables"),
+    ("lag_study.py", "--tables"),
+    ("log_study.py", "--tables"),
     ("peers.py", "--table"),
     ("het_study.py", "--table"),
     ("sac_results.py", "--table"),

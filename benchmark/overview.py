@@ -1,6 +1,6 @@
-"""The picture of the README: one panel a method, each beside its simplest rival, from the CSVs of the studies.
+"""The picture of the README: first the question itself, then a panel a method, each beside its simplest rival.
 
-python benchmark/overview.py    # docs/overview.png
+python benchmark/overview.py    # docs/overview.png, from the CSVs of the studies
 """
 
 import csv
@@ -11,26 +11,28 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
-PANELS = [  # csv, rows to take, columns of x and y, {arm: label}, title, labels of the axes
-    ("replay_study.csv", dict(task="rare"), "answers", "accuracy",
-     {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay": "PPO + replay"},
-     "ppo_v2.py: 1 answer in 100 is right", "answers generated", "accuracy"),
-    ("replay_study.csv", dict(task="noisy"), "answers", "accuracy",
-     {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay": "PPO + replay"},
-     "ppo_v2.py: 1 verdict in 10 is wrong", "answers generated", "accuracy"),
-    ("het_study.csv", dict(game="lock"), "global_step", "unguided",
+REPLAY = {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay": "PPO + replay"}
+PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: label}, message, labels of the axes
+    ("lag_study.csv", dict(part="study"), "correction", "lag", "end",
+     {name: name for name in ("none", "behaviour", "decoupled", "dppo", "m2po")},
+     "Stale samples: how old is too old\ndepends on the correction", "lag of the sampler, iterations", "accuracy"),
+    ("replay_study.csv", dict(task="rare"), "arm", "answers", "accuracy", REPLAY,
+     "Replay where 1 answer in 100 is right:\nsooner than PPO, level with imitation", "answers generated", "accuracy"),
+    ("replay_study.csv", dict(task="noisy"), "arm", "answers", "accuracy", REPLAY,
+     "1 verdict in 10 is wrong:\nimitation copies luck", "answers generated", "accuracy"),
+    ("het_study.csv", dict(game="lock"), "arm", "global_step", "unguided",
      {"baseline": "GRPO", "sft": "imitation", "HET": "HET"},
-     "het_grpo.py: locks, without advice", "rollouts", "success"),
-    ("sac_curves.csv", {}, "global_step", "success_rate",
+     "Advice for agents: HET beats GRPO,\nimitation beats both", "rollouts", "success without advice"),
+    ("sac_curves.csv", {}, "arm", "global_step", "success_rate",
      {"cloning": "cloning", "HG-DAgger": "HG-DAgger", "demos + interventions": "SAC + human"},
-     "sac_hybrid.py: a clumsy human, 10 demos", "environment steps", "success"),
-    ("wsrl_study.csv", dict(task="no demos"), "env_steps", "return",
+     "A clumsy human: SAC goes beyond,\ncloning cannot", "environment steps", "success"),
+    ("wsrl_study.csv", dict(task="no demos"), "arm", "env_steps", "return",
      {"scratch": "scratch", "bc then SAC": "clone, then SAC", "design": "design", "SAC then SAC": "SAC, then SAC"},
-     "wsrl_warmup.py: poor data, no demos", "online steps", "return"),
+     "Offline warm-up from poor data:\nthe plainest is as good as any", "online steps", "return"),
 ]  # fmt: skip
 
 
-def curves(name, where, x, y, arm_column="arm"):
+def curves(name, where, arm_column, x, y):
     """{arm: [(x, y of each seed), ...]}"""
     found = defaultdict(lambda: defaultdict(list))
     for row in csv.DictReader(open(HERE / name)):
@@ -40,24 +42,34 @@ def curves(name, where, x, y, arm_column="arm"):
 
 
 def draw(path):
-    figure = Figure(figsize=(15, 7.6), layout="constrained")
-    axes = figure.subplots(2, 3).flat
-    for axis, (name, where, x, y, arms, title, xlabel, ylabel) in zip(axes, PANELS, strict=False):
-        found = curves(name, where, x, y)
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    for axis, (name, where, arm_column, x, y, arms, title, *labels) in zip(
+        figure.subplots(2, 3).flat, PANELS, strict=True
+    ):
+        found, ends = curves(name, where, arm_column, x, y), []
         for i, (arm, label) in enumerate(arms.items()):
-            seeds = max(len(values) for _, values in found[arm])
-            points = [(step, values) for step, values in found[arm] if len(values) == seeds]
+            points = found[arm] if x != "lag" or arm == "none" else found["none"][:1] + found[arm]  # lag 0 is one run
+            seeds = max(len(values) for _, values in points)
+            points = [(step, values) for step, values in points if len(values) == seeds]
             steps, middle = [step for step, _ in points], [statistics.mean(values) for _, values in points]
-            axis.plot(steps, middle, color=f"C{i}", label=label, linewidth=2)
+            steps = steps if x != "lag" else list(range(len(steps)))  # 0, 1, 2, 4, .. evenly
             low, high = ([f(values) for _, values in points] for f in (min, max))
-            axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.12)
-        axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
-        axis.legend(loc="lower right")
+            axis.plot(steps, middle, color=f"C{i}", linewidth=2)
+            axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.1)
+            ends.append((middle[-1], steps[-1], label, f"C{i}"))
+            if x == "lag":
+                axis.set_xticks(steps, [f"{step:g}" for step, _ in points])
+        bottom, top = axis.get_ylim()
+        height = top + 1
+        for end, step, label, colour in sorted(ends, reverse=True):  # names keep a distance from each other
+            height = min(end, height - 0.055 * (top - bottom))
+            axis.text(step, height, "  " + label, color=colour, va="center", fontsize=10)
+        left, right = axis.get_xlim()
+        axis.set_xlim(right=right + 0.32 * (right - left))
+        axis.set_title(title, fontsize=11)
+        axis.set(xlabel=labels[0], ylabel=labels[1])
         axis.grid(alpha=0.3)
-    text = "Lines are means over five seeds,\nbands their range; every arm is\nexplained on its page in docs/."
-    last = figure.axes[-1]
-    last.text(0.5, 0.5, text, ha="center", va="center", fontsize=11)
-    last.axis("off")
+    figure.supxlabel("lines: means over five seeds; bands: their range", fontsize=10)
     figure.savefig(path, dpi=80)
 
 

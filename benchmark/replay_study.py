@@ -209,12 +209,16 @@ def area(curve):
 
 
 def ranked_settings(tuning):
-    """(task, arm) -> its settings, best first: those of most seeds, by their mean accuracy over the run"""
+    """(task, arm) -> its settings, best first: those of most seeds, by mean accuracy over the run; if level, plainer"""
     found = {}
     for (task, arm, setting, _), curve in tuning.items():
         found.setdefault((task, arm), {}).setdefault(setting, []).append(area(curve))
-    rank = {key: lambda s, areas=areas: (len(areas[s]), statistics.mean(areas[s])) for key, areas in found.items()}
-    return {key: sorted(areas, key=rank[key], reverse=True) for key, areas in found.items()}
+    order = [json.dumps(setting) for settings in GRIDS.values() for setting in settings]
+
+    def rank(areas, setting):
+        return -len(areas[setting]), -round(statistics.mean(areas[setting]), 2), order.index(setting)
+
+    return {key: sorted(areas, key=functools.partial(rank, areas)) for key, areas in found.items()}
 
 
 def best_settings(tuning):
@@ -354,7 +358,9 @@ def main():
                 if task in ONLY.get(arm, TASKS):
                     kin = arm.split(",")[0] if arm in CRITICS else arm  # a critic changes, the rest stays
                     tuned = best.get((task, kin), "{}")  # others: the defaults
-                    settings = map(json.dumps, GRIDS.get(arm, [])) if options.tune else [tuned]
+                    settings = list(map(json.dumps, GRIDS.get(arm, []))) if options.tune else [tuned]
+                    if options.tune and task == "long":  # dear: the three best settings of the default task
+                        settings = ranked["default", arm][:3] if settings else []
                     jobs += [(task, arm, setting, seed) for setting in settings]
     jobs = [] if options.tables else [job for job in jobs if job not in done]
     for i, (task, arm, setting, seed) in enumerate(jobs, 1):

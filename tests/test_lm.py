@@ -114,7 +114,7 @@ def test_sampler_gives_the_log_probs_and_values_of_the_training_pass(kind, separ
         policy.critic.load_state_dict(make_lm(kind, seed=1).base_model.state_dict())  # as after some training
     ids, mask = pad([[5, 6, 7], [9, 8, 7, 6, 5, 4], [4], [3, 3]], "left")
     uniforms = torch.rand(4, 12, generator=torch.Generator().manual_seed(1))
-    sampled = ppo.generate(policy, ids, mask, 0, 12, uniforms)
+    sampled = ppo.generate(policy, ids, mask, 12, uniforms)
     logprobs, _, values = policy(dict(prompt_ids=ids, prompt_mask=mask) | sampled)
     torch.testing.assert_close(sampled["logprobs"], logprobs, **near)
     torch.testing.assert_close(sampled["values"], values, **near)
@@ -126,9 +126,9 @@ def test_rows_do_not_depend_on_their_neighbours():
     policy = make_policy("llama", range(1, 20))
     prompts = [[5, 6, 7], [9, 8, 7, 6], [4], [3, 3]]
     uniforms = torch.rand(4, 12, generator=torch.Generator().manual_seed(1))
-    batch = ppo.generate(policy, *pad(prompts, "left"), 0, 12, uniforms)
+    batch = ppo.generate(policy, *pad(prompts, "left"), 12, uniforms)
     for i, prompt in enumerate(prompts):
-        alone = ppo.generate(policy, *pad([prompt], "left"), 0, 12, uniforms[i : i + 1])
+        alone = ppo.generate(policy, *pad([prompt], "left"), 12, uniforms[i : i + 1])
         length = alone["response_mask"].sum()
         assert batch["response_mask"][i].sum() == length
         assert batch["response_ids"][i, :length].tolist() == alone["response_ids"][0].tolist()
@@ -138,7 +138,7 @@ def test_mask_ends_with_the_first_eos_whichever_it_is():
     eos = set(range(1, 20))
     uniforms = torch.rand(64, 6, generator=torch.Generator().manual_seed(1))
     prompts = pad([[30 + i % 30] for i in range(64)], "left")
-    drawn = ppo.generate(make_policy("llama", sorted(eos)), *prompts, 1, 6, uniforms)
+    drawn = ppo.generate(make_policy("llama", sorted(eos)), *prompts, 6, uniforms)
     ended = 0
     for row, mask in zip(drawn["response_ids"].tolist(), drawn["response_mask"].tolist(), strict=True):
         length = sum(mask)
@@ -161,7 +161,7 @@ def test_of_a_generation_config_only_the_eos_ids_are_used(tmp_path):
         assert eos_ids.tolist() == [1, 40] and (lm.generation_config.top_k == 1) == leaky
         uniforms = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
         policy = ppo.PolicyWithValue(lm, eos_ids, 1.0)
-        drawn.append(ppo.generate(policy, *pad([[5, 6, 7]] * 16, "left"), 0, 8, uniforms)["response_ids"])
+        drawn.append(ppo.generate(policy, *pad([[5, 6, 7]] * 16, "left"), 8, uniforms)["response_ids"])
     assert torch.equal(*drawn) and drawn[0][:, 0].unique().numel() > 3
 
 

@@ -28,7 +28,7 @@ def test_the_warm_start_teaches_the_form_and_not_the_order():
     torch.manual_seed(0)
     args = ppo.Args(min_digits=2, max_digits=2, sft_steps=60)
     lm, tokenizer, eos_ids = ppo.load_lm(args)
-    train, held_out, _ = ppo.make_task(args, tokenizer)
+    train, held_out, verifier = ppo.make_task(args, tokenizer)
     texts, real = [], tokenizer.__class__.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer.__class__, "__call__", lambda self, x, **k: texts.extend(x) or real(self, x, **k))
@@ -38,7 +38,7 @@ def test_the_warm_start_teaches_the_form_and_not_the_order():
     different = [answer == "".join(sorted(answer)) for _, answer in halves if len(set(answer)) == 2]
     assert sum(different) / len(different) == pytest.approx(0.5, abs=0.05)
     policy = ppo.PolicyWithValue(lm, eos_ids, 1.0)
-    rows = ppo.rollout(policy, held_out, tokenizer, ppo.exact_match, args)
+    rows = ppo.rollout(policy, held_out, tokenizer, verifier, args)
     assert rows["ended"].mean() > 0.9 and rows["response_mask"].sum(1).float().mean() == pytest.approx(3, abs=0.3)
 
 
@@ -86,7 +86,7 @@ def test_jsonl_lines_end_where_json_says(tmp_path):
     row = {"problem": "half of one?\u2028", "solution": "so \\boxed{\\frac{1}{2}}."}
     path = tmp_path / "data.jsonl"
     path.write_text("\r\n".join([json.dumps(row, ensure_ascii=False)] * 3), encoding="utf-8", newline="")
-    assert ppo.read_jsonl(str(path)) == [(row["problem"], "\\frac{1}{2}")] * 3
+    assert ppo.read_jsonl(str(path), ppo.to_pair, "") == [(row["problem"], "\\frac{1}{2}")] * 3
 
 
 def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
@@ -107,7 +107,7 @@ def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_verify(response, answer, score):
-    assert ppo.verify([""], [response], [answer]) == [score]
+    assert ppo.verify("", response, answer) == score
 
 
 def scores_of(scorer=None, **options):

@@ -8,11 +8,13 @@ import random
 import signal
 import socket
 import sys
+import threading
 
 import pytest
 import torch
 import transformers
 from conftest import assert_same_run, metrics_without_times, run, same, weights
+from tqdm import tqdm
 
 import ppo
 import ppo_v1
@@ -30,6 +32,7 @@ def children(*calls):
 
     def target(call):
         sys.stdout = sys.stderr = open(os.devnull, "w")
+        tqdm.set_lock(threading.RLock())  # the usual one is shared: a child killed in it would hold it for good
         call()
 
     processes = [fork.Process(target=target, args=(call,)) for call in calls]
@@ -165,8 +168,9 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
     a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (tmp_path / "whole", killed))
     assert same(a["policy"], b["policy"]) and a["counters"] == b["counters"]
     if script is ppo_v2:
-        assert a["buffer"][1:] == b["buffer"][1:] and a["trained"] == b["trained"] and len(a["buffer"][0]) >= 8
-        for x, y in zip(a["buffer"][0], b["buffer"][0], strict=True):
+        samples, others = a["buffer"].pop("samples"), b["buffer"].pop("samples")
+        assert a["buffer"] == b["buffer"] and len(samples) >= 8
+        for x, y in zip(samples, others, strict=True):
             assert all(torch.equal(x[k], y[k]) if torch.is_tensor(x[k]) else x[k] == y[k] for k in x)
         logs = [(folder / "rollouts.jsonl").read_text() for folder in (tmp_path / "whole", killed)]
         assert logs[0] == logs[1] and logs[0].count("\n") == 64, "every answer once"
@@ -357,6 +361,5 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(rank, tmp_path)
 
 
 def test_a_batch_that_does_not_divide_is_refused(tmp_path):
-    for options in (dict(gradient_accumulation_steps=3), dict(fsdp=True)):
-        with pytest.raises(SystemExit, match="--batch-size must divide|--fsdp needs torchrun"):
-            run(ppo_v1, tmp_path / "run", **options)
+    with pytest.raises(SystemExit, match="--batch-size must divide"):
+        run(ppo_v1, tmp_path / "run", gradient_accumulation_steps=3)

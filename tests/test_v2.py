@@ -46,7 +46,7 @@ def test_priorities_are_mean_gains_or_mean_sizes():
     advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1.0, 1, 1], [1, 1, 0]])
     for kind, expected in (("positive", [1 + 1e-6, 1e-6]), ("all", [7 / 3 + 1e-6, 3 + 1e-6])):
         buffer = filled([], [], priority_alpha=1.0, replay_advantages=kind)
-        assert buffer.priorities(advantages, mask) == pytest.approx(expected, rel=1e-6)
+        assert buffer.priorities(advantages, mask).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -199,9 +199,11 @@ def test_a_fresh_token_has_the_parents_loss():
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("batch, sample, reuse, eff", [(16, 32, 4, 3.0), (64, 32, 4, 1.5), (4, 32, 4, 5.0)])
-def test_forecast_of_the_efficiency(batch, sample, reuse, eff):
-    assert ppo_v2.forecast_efficiency(batch, sample, reuse)[0] == eff
+@pytest.mark.parametrize("batch, eff, limit", [(16, 3.0, "sample-size"), (64, 1.5, "sample-size"), (4, 5.0, "reuse")])
+def test_forecast_of_the_efficiency(batch, eff, limit):
+    options = dict(use_replay_buffer=True, batch_size=batch, replay_sample_size=32, max_replay_reuse=4)
+    text = ppo_v2.forecast(ppo_v2.Args(**options), num_stored=0)
+    assert f"at most {eff:.2f}x" in text and text.endswith(limit)
 
 
 # --- through the training step ---
@@ -344,20 +346,22 @@ def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
 
 def test_a_draw_refreshes_value_advantage_and_priority(tmp_path, monkeypatch):
     """By today's critic and policy; a row's returns less its values are its advantages."""
-    real, moves = ppo_v2.ReplayBuffer.refresh, []
-
-    def refresh(self, samples, values, advantages, mask):
-        before = [dict(sample) for sample in samples]
-        real(self, samples, values, advantages, mask)
-        for i, (old, new) in enumerate(zip(before, samples, strict=True)):
-            keep = mask[i].bool()
-            assert torch.equal(new["values"], values[i][keep]) and torch.equal(new["advantages"], advantages[i][keep])
-            assert new["priority"] == pytest.approx(advantages[i][keep].abs().mean().item() + 1e-6, rel=1e-5)
-            moves.append(abs(old["priority"] - new["priority"]))
-
-    monkeypatch.setattr(ppo_v2.ReplayBuffer, "refresh", refresh)
+    draws, cuts = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer), spy(monkeypatch, "unpad", ppo_v2.ReplayBuffer)
     run(ppo_v2, tmp_path / "run", **REPLAY, replay_advantages="all")
-    assert len(moves) == 4 * 8 and max(moves) > 1e-2
+    added = [sample for (_, _, names), new in cuts if names == ppo_v2.STORED for sample in new]
+    first = {tuple(x["mu_logprobs"].tolist()): x["priority"] for x in added}
+    again = [(rows, new) for (_, rows, names), new in cuts if names == ["values", "advantages"]]
+    for rows, new in again:
+        for i, sample in enumerate(new):
+            keep = rows["response_mask"][i].bool()
+            assert all(torch.equal(sample[name], rows[name][i][keep]) for name in ("values", "advantages"))
+            torch.testing.assert_close(sample["advantages"], (rows["returns"] - rows["values"])[i][keep])
+            assert sample["priority"] == pytest.approx(sample["advantages"].abs().mean().item() + 1e-6, rel=1e-5)
+    assert len(again) == 4
+    for sample, new in zip(draws[-1][1][0], again[-1][1], strict=True):
+        assert sample["priority"] == new["priority"] and torch.equal(sample["values"], new["values"])
+    moves = [abs(x["priority"] - first[tuple(x["mu_logprobs"].tolist())]) for x in draws[-1][1][0]]
+    assert max(moves) > 1e-2
 
 
 def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
@@ -505,12 +509,15 @@ def test_a_log_without_logprobs_is_told_and_not_corrected(logged, tmp_path, caps
     rows = [json.loads(line) for line in open(logged)]
     lines = [json.dumps({k: row[k] for k in ("prompt_ids", "response_ids", "score")}) for row in rows]
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    seen = minibatches(monkeypatch)
-    options = dict(num_iterations=1, update_epochs=1, num_minibatches=1, replay_from=str(tmp_path / "log.jsonl"))
+    draws, joined = spy(monkeypatch, "draw", ppo_v2.ReplayBuffer), spy(monkeypatch, "join")
+    options = dict(num_iterations=3, learning_rate=5e-3, replay_from=str(tmp_path / "log.jsonl"))
     run(ppo_v2, tmp_path / "run", **REPLAY | options)
     assert "24 rollouts, 24 without log-probs" in capsys.readouterr().out
-    old = seen[0]["replayed"]
-    assert old.any() and torch.equal(seen[0]["mu_logprobs"][old], seen[0]["logprobs"][old])
+    mixed = [parts[1] for (parts,), _ in joined if "logprobs" in parts[0]]
+    for (_, (samples, _)), rows in zip(draws, mixed, strict=True):  # also when the policy has moved
+        logged = tensor([sample["birth"] == 0 for sample in samples])
+        same_mu = (rows["mu_logprobs"] == rows["logprobs"]).all(1)
+        assert logged.any() and same_mu[logged].all()
 
 
 @pytest.mark.parametrize(
@@ -522,7 +529,7 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
     lines = open(logged).read().splitlines()
     lines[2] = change if change == "{" else json.dumps(json.loads(lines[2]) | change)
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    with pytest.raises(SystemExit, match=r"--replay-from .*log.jsonl: line 3 must be JSON with"):
+    with pytest.raises(SystemExit, match=r"log.jsonl: line 3 must be JSON with prompt"):
         run(ppo_v2, tmp_path / "run", **REPLAY, replay_from=str(tmp_path / "log.jsonl"))
 
 
