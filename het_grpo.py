@@ -246,7 +246,7 @@ class TextEnv:
 def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
     """A teacher that follows advice mostly and else acts at random.  -> question, advice, turns"""
     question, info = env.reset(seed)
-    words = env.actions or re.findall(WORD, question) or ["ok"]  # no actions: what it was asked
+    words = env.actions or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
     advice = f"{info['topic']} : " + " ".join(plan) if rng.random() < 0.6 else ""
     turns = []
@@ -345,8 +345,7 @@ def load_agent(args, words: list[str]):
         lm = transformers.LlamaForCausalLM(config)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        auto = transformers.AutoModelForCausalLM
-        lm = auto.from_pretrained(args.model_name, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     return lm, tokenizer, torch.tensor(sorted(eos_ids))
@@ -519,8 +518,8 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes, each in
-    an order of its own; retired tasks are passed over as long as enough others are left."""
+    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes; retired
+    tasks are passed over as long as enough others are left."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args, self.manager, self.tasks = args, manager, tasks
@@ -551,8 +550,7 @@ def tokenize_steps(steps, is_experience_replay=False):
 
 def get_extra(t: Trajectory) -> dict:
     """What a sample has to say besides its tokens."""
-    stripped = t.injected and not t.keep and not t.is_experience_replay
-    replay = t.is_experience_replay
+    replay, stripped = t.is_experience_replay, t.injected and not t.keep and not t.is_experience_replay
     return dict(is_experience_replay=replay, stripped=stripped, off_policy=stripped or replay)
 
 
@@ -669,8 +667,7 @@ class Dialogue:
     """Turns <-> token ids, with the tokenizer's chat template or as plain text."""
 
     def __init__(self, tokenizer, chat_template: bool, eos_ids):
-        self.tokenizer, self.chat_template = tokenizer, chat_template
-        self.eos_ids = set(eos_ids.tolist())
+        self.tokenizer, self.chat_template, self.eos_ids = tokenizer, chat_template, set(eos_ids.tolist())
         self.prompt = functools.cache(self.make_prompt)  # they repeat in a group
         self.reply = functools.cache(self.make_reply)
 
@@ -716,9 +713,8 @@ def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, arg
         if t.guided and t.task >= PRACTICE:  # rules nobody has seen: the environment's own advice
             advice = f"{info['topic']} : " + " ".join(info["solution"])
         t.topic, t.injected = info["topic"], t.guided and bool(advice)
-        t.prompt_ids = dialogue.prompt(question)
         told = inject_experience(question, advice, args.experience_template)
-        t.advised_ids = dialogue.prompt(told)
+        t.prompt_ids, t.advised_ids = dialogue.prompt(question), dialogue.prompt(told)
         waiting.append(prompt_of(t, "behavior"))
     alive, cache = list(range(len(trajectories))), transformers.DynamicCache()
     mask = torch.zeros(len(trajectories), 0, dtype=int, device=device)
@@ -789,8 +785,7 @@ def validate(play, env, held_out: list[int], args, step: int):
     kinds = dict(guided=[t for t in done if t.guided], unguided=[t for t in done if not t.guided])
     if "solution" in env.reset(PRACTICE)[1]:  # does the policy still do what it is told?
         unseen = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
-        games = [Trajectory(task, i, guided=True) for i, task in enumerate(unseen)]
-        kinds["unseen"] = play(games, step)
+        kinds["unseen"] = play([Trajectory(x, i, guided=True) for i, x in enumerate(unseen)], step)
     kinds["rate"] = kinds["unguided"] or kinds["guided"]  # the headline
     metrics = {f"eval/success_{name}": sum(t.success for t in found) / len(found)
                for name, found in kinds.items() if found}  # fmt: skip
@@ -940,8 +935,7 @@ def practise(policy, env, dialogue, args):
             for action, text in turns:
                 ids = dialogue.tokenizer(action, add_special_tokens=False).input_ids
                 ids = [*ids, min(dialogue.eos_ids)][: args.max_turn_tokens]
-                answer = dialogue.reply(text, ids[-1] in dialogue.eos_ids)
-                t.steps += [("assistant", ids), ("env", answer)]
+                t.steps += [("assistant", ids), ("env", dialogue.reply(text, ids[-1] in dialogue.eos_ids))]
             games.append(t)
         data = samples_to_dataproto(games, policy.eos_ids.device)
         (-masked_mean(policy(data)[0], data["response_mask"])).backward()
@@ -970,8 +964,7 @@ def batch_metrics(fresh: list[Trajectory], replayed: list[Trajectory], manager, 
         "groups/rescued": [len(failed & {t.data_id for t in replayed}) / args.num_tasks],
     }
     if args.use_experience_replay:
-        ages = [iteration - t.version for t in replayed]
-        buckets = manager.difficulty2task_dict
+        ages, buckets = [iteration - t.version for t in replayed], manager.difficulty2task_dict
         values |= {f"replay/bucket_{s}": [len(tasks)] for s, tasks in buckets.items()} | {
             "replay/pool_tasks": [sum(map(len, manager.valid_tasks().values()))],
             "replay/trajectories": [sum(map(len, manager.memory.values()))],
@@ -1110,8 +1103,7 @@ def main(args: Args) -> dict[str, float]:
         advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
         if args.method == "sft":
             advantages = torch.tensor([[float(t.success)] for t in trajectories]).to(device) * mask
-        if args.method == "sd":  # failures: the gradient of KL(pi(.|x) | pi_start(.|x,advice)) on
-            # sampled tokens. Today's policy as its own teacher forgets advice with the student
+        if args.method == "sd":  # failures: gradient of KL(pi(.|x) | pi_start(.|x,advice)), sampled
             told = samples_to_dataproto(trajectories, device, "teacher")
             gap = compute_log_prob(reference, told, args)[0] - old_log_probs
             taught = [[not t.success and t.advised_ids != t.prompt_ids] for t in trajectories]
@@ -1162,7 +1154,6 @@ def main(args: Args) -> dict[str, float]:
             "exp/pool_size": len(pool.records),
             "losses/skipped_steps": skipped_steps,
             "losses/guarded_steps": guarded,
-            "rollout/entropy": masked_mean(entropys, mask).item(),
             "rollout/logprob_mismatch": masked_mean(mismatch, mask * ~off).item(),
             "charts/learning_rate": lr,
             "charts/SPS": len(fresh) / (time.time() - iteration_start),
@@ -1180,8 +1171,7 @@ def main(args: Args) -> dict[str, float]:
             if args.val_summarizer_save:
                 pool.add_successes(seen, iteration)
         run.log(metrics)
-        line = f"PL:{metrics['losses/policy_loss']:.2f} success:{metrics['charts/success_rate']:.2f}"
-        run.status(line, iteration)
+        run.status(f"success {metrics['charts/success_rate']:.2f}", iteration)
         stopping = total(torch.tensor(len(received), device=device)) > 0
         if last or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
