@@ -12,17 +12,13 @@ Two kinds of experience help it; with both off this is plain GRPO, bit for bit:
                          (AgentEvolver, arXiv:2511.10395): --method, `prompt_of`
     trajectory replay  - recorded successes come back into their task's group, which may have none
                          (ExGRPO, arXiv:2510.02245; LUFFY, arXiv:2504.14945): `ExperienceManager`
-The rivals: --method sft imitates the run's own successes, on the same views; with --method sd
-advice teaches the policy that has none (SDPO, arXiv:2601.20802).
-A task is a seed of an environment, and its question what reset(seed) says.
+Rivals on the same views: --method sft imitates the run's own successes; --method sd lets advice
+teach the policy that has none (SDPO, arXiv:2601.20802).
 Simplified on purpose: no vLLM, no LoRA; an experience is what a success did, nobody rewrites it.
 Shapes: B rollouts in groups of n, P prompt tokens, R tokens of all turns, V vocabulary.
 
-    python het_grpo.py                                          # locks, CPU, two minutes
+    python het_grpo.py                                          # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
-    python het_grpo.py --env benchmark/lake.py:Lake --max-turns 10    # hidden lakes, in words
-    python het_grpo.py --env game.py:Game --experience-pool advice.jsonl
-    python het_grpo.py --model-name FOLDER --chat-template --env game.py:Game --max-turn-tokens 16
     torchrun --nproc-per-node 2 het_grpo.py                     # two processes
 """
 
@@ -102,16 +98,13 @@ class Args:
     num_tasks: int = 8  # B tasks per iteration
     group_size: int = 8  # n rollouts per task, replayed ones included
     max_turn_tokens: int = 1  # tokens of one action, EOS included
-    max_context: int = 2_048  # tokens; an episode ends where the next turn would not fit
     temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
 
     # optimization
     num_iterations: int = 150  # rollout + update rounds
-    learning_rate: float = 2e-3  # the highest; by default it falls linearly to 0
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"  # its shape
-    warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
+    learning_rate: float = 1e-3  # the highest; by default it falls linearly to 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
-    update_epochs: int = 1  # passes over the rollouts of an iteration
+    update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 2  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
 
@@ -136,29 +129,23 @@ class Args:
     init_exp_before_training: bool = True  # add what rollouts of training tasks find before step 1
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
-    off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
-    off_policy_neg: Literal["weigh", "keep"] = "weigh"  # guard on stripped failures, step 11 of main
+    off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
-    # replay; published, and worse here: --replay-old-logp recorded --replay-loss shape
-    # --retire-solved --experience-lbound 0 --bucket-weights normal --replay-start-ratio 0.35
-    use_experience_replay: bool = False  # recorded successes come back into their task's group
+    # replay: recorded successes
+    use_experience_replay: bool = False  # they come back into their task's group
     exp_ratio: float = 0.5  # share of an iteration's tasks taken from the replay pool
     exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when stored
     experience_lbound: int = -1  # replayed tasks had more successes than this (-1: 0 is enough)
     experience_rbound: int | None = None  # and at most this many (None: n - 1)
     offpolicy_trajectories_per_task: int = 1  # replayed per replay task, below n
     max_trajectories_per_task: int = 8  # memory of a task; exp_select_mode says what goes
-    replay_start_ratio: float = 0.0  # begins, for good, once a batch's success rate exceeds this
-    bucket_weights: Literal["normal", "uniform"] = "uniform"  # normal: the half-known
-    replay_loss: Literal["shape", "clip"] = "clip"  # surrogate of replayed tokens
-    shaping_beta: float = 0.1  # shape: w / (w + this)
     replay_old_logp: Literal["recorded", "current"] = "current"  # current: their ratios start at 1
     retire_solved: bool = False  # a solved task is not drawn while others are left, and forgotten
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        zero = "seed warm_start_steps warmup_steps updated_freq sd_coef".split()
         signed = ("success_reward", "experience_lbound", "experience_rbound")
+        zero = ("seed", "warm_start_steps", "updated_freq", "sd_coef")
         for name, value in vars(self).items():
             share = name.endswith(("ratio", "follow"))
             least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
@@ -182,8 +169,7 @@ class Args:
         bounds = (-2, self.experience_lbound, self.experience_rbound, self.group_size + 1)
         for fine, message in (
             (self.enable or self.method == "baseline", "--no-enable contradicts --method"),
-            (self.method != "sft" or not self.use_experience_replay,
-             "--use-experience-replay: --method sft trains on recorded successes anyway"),
+            (self.method != "sft" or not self.use_experience_replay, "sft: no --use-experience-replay"),
             (self.uses_pool or not self.experience_pool, "--experience-pool would not be read"),
             (self.experience_template.count("{}") == 1, "--experience-template needs one {}"),
             (sorted(set(bounds)) == list(bounds), "--experience-lbound must be below the rbound"),
@@ -246,8 +232,7 @@ class TextEnv:
         return str(obs), dict(topic=str(obs)) | info
 
     def step(self, text: str):
-        """The action named last counts. Nonsense costs a turn and a point: where each step has its
-        price (CliffWalking), saying nothing must not be the best policy."""
+        """The action named last counts. Nonsense costs a turn and a point: it must not be a way out."""
         found = [(match.end(), len(action), i) for i, action in enumerate(self.actions)
                  for match in re.finditer(rf"\b{re.escape(action)}\b", text, re.I)]  # fmt: skip
         if self.actions and not found:
@@ -259,8 +244,7 @@ class TextEnv:
 
 
 def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
-    """A game of a teacher that follows advice most of the time and without any acts at random: what
-    it says is an action or, if any text will do, a word it just read.  -> question, advice, turns"""
+    """A teacher that follows advice mostly and else acts at random.  -> question, advice, turns"""
     question, info = env.reset(seed)
     words = env.actions or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
@@ -273,7 +257,6 @@ def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tu
         plan = plan[action == plan[0] :] if plan else plan  # done: the next one is due
         text, _, terminated, truncated, _ = env.step(action)
         turns.append((action, text))
-        words = env.actions or re.findall(WORD, text) or words
         if terminated or truncated:
             break
     return question, advice, turns
@@ -362,15 +345,9 @@ def load_agent(args, words: list[str]):
         lm = transformers.LlamaForCausalLM(config)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        auto = transformers.AutoModelForCausalLM
-        lm = auto.from_pretrained(args.model_name, dtype=torch.float32)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if not eos_ids:
-        sys.exit(f"--model-name {args.model_name}: neither tokenizer nor model names an EOS token")
-    most = getattr(lm.config, "max_position_embeddings", None) or math.inf
-    if args.max_context > most:
-        sys.exit(f"--max-context {args.max_context}: the model's positions end at {most}")
     return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
 
@@ -409,12 +386,9 @@ def prompt_of(t: Trajectory, view: str) -> list[int]:
     hybrid   some tasks keep, others strip, drawn per task: all stripped unlearns to follow advice,
              all kept leans on it (HET)
     """
-    with_experience = dict(
-        behavior=t.injected,  # what the policy read when it sampled
-        training=t.injected and t.keep,  # what it is trained on
-        teacher=True,  # sd: what the teacher reads
-    )
-    return t.advised_ids if with_experience[view] else t.prompt_ids
+    # what the policy read when it sampled; what it is trained on; what the teacher of sd reads
+    advised = dict(behavior=t.injected, training=t.injected and t.keep, teacher=True)[view]
+    return t.advised_ids if advised else t.prompt_ids
 
 
 @functools.lru_cache(100_000)
@@ -472,11 +446,9 @@ class ExperienceManager:
         self.difficulty2task_dict: dict[int, set[int]] = {}  # successes of the last group -> tasks
         self.skip_uid_set: set[int] = set()  # retired: all fresh rollouts succeeded
         self.memory: dict[int, list[Trajectory]] = {}
-        self.started = False  # for good
 
     def update_difficulty2task_dict(self, fresh: list[Trajectory]):
         """A task goes to the bucket of its successes and leaves its old one."""
-        self.started |= sum(t.success for t in fresh) / len(fresh) > self.args.replay_start_ratio
         for task in dict.fromkeys(t.task for t in fresh):
             results = [t.success for t in fresh if t.task == task]
             # Replay leaves a group n - k fresh ones: all solved is solved, not n - k of n.
@@ -519,17 +491,14 @@ class ExperienceManager:
         """Buckets of the tasks that may be replayed."""
         low, high = self.args.experience_lbound, self.args.experience_rbound
         buckets = sorted(self.difficulty2task_dict.items())
-        buckets = {s: sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high}
-        return {s: tasks for s, tasks in buckets.items() if tasks}
+        return {s: sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high}
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
-        """Without replacement: a bucket by its weight, then one of its tasks."""
-        buckets, chosen = self.valid_tasks(), []
-        while len(chosen) < count and buckets:
-            weights = bucket_weights(list(buckets), self.args.group_size, self.args.bucket_weights)
-            tasks = rng.choices(list(buckets.values()), weights)[0]
+        """Without replacement: any bucket, then one of its tasks."""
+        buckets, chosen = list(self.valid_tasks().values()), []
+        while any(buckets) and len(chosen) < count:
+            tasks = rng.choice([tasks for tasks in buckets if tasks])
             chosen.append(tasks.pop(rng.randrange(len(tasks))))
-            buckets = {s: tasks for s, tasks in buckets.items() if tasks}
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
@@ -549,25 +518,22 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes, each
-    in an order of its own; retired tasks are passed over as long as enough others are left."""
+    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes; retired
+    tasks are passed over as long as enough others are left."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
-        self.args, self.manager, self.tasks, self.position = args, manager, tasks, 0
+        self.args, self.manager, self.tasks = args, manager, tasks
 
-    def __call__(self, rng) -> tuple[list[int], list[int]]:
-        most = int(self.args.num_tasks * self.args.exp_ratio + 1e-9) if self.manager.started else 0
-        chosen, taken = self.manager.sample_tasks_from_replaypool(most, rng), []
+    def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
+        most = int(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        chosen = self.manager.sample_tasks_from_replaypool(most, rng)
         count, others = self.args.num_tasks - len(chosen), set(self.tasks) - set(chosen)
         active = others - self.manager.skip_uid_set
-        while len(taken) < count:
-            turn, place = divmod(self.position, len(self.tasks))
-            order = random.Random(f"{self.args.seed}/pass {turn}")
-            task = order.sample(self.tasks, len(self.tasks))[place]
-            if task in (active if len(active) >= count else others) and task not in taken:
-                taken.append(task)
-            self.position += 1
-        return chosen, taken
+        allowed = active if len(active) >= count else others
+        turn, place = divmod((iteration - 1) * self.args.num_tasks, len(self.tasks))
+        orders = (random.Random(f"{self.args.seed}/pass {i}") for i in (turn, turn + 1))
+        queue = sum((order.sample(self.tasks, len(self.tasks)) for order in orders), [])[place:]
+        return chosen, [task for task in dict.fromkeys(queue) if task in allowed][:count]
 
 
 def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
@@ -576,8 +542,7 @@ def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) 
 
 
 def tokenize_steps(steps, is_experience_replay=False):
-    """-> response, from the agent's first token on; its mask; prefix mask: what comes from memory.
-    (With the checklist's split at len(input_ids) a replayed trajectory would not train at all.)"""
+    """-> response, from the agent's first token on; its mask; prefix mask: what comes from memory"""
     response = [token for _, ids in steps for token in ids]
     mask = [int(role == "assistant") for role, ids in steps for _ in ids]
     return response, mask, [bit * int(is_experience_replay) for bit in mask]
@@ -585,8 +550,7 @@ def tokenize_steps(steps, is_experience_replay=False):
 
 def get_extra(t: Trajectory) -> dict:
     """What a sample has to say besides its tokens."""
-    stripped = t.injected and not t.keep and not t.is_experience_replay
-    replay = t.is_experience_replay
+    replay, stripped = t.is_experience_replay, t.injected and not t.keep and not t.is_experience_replay
     return dict(is_experience_replay=replay, stripped=stripped, off_policy=stripped or replay)
 
 
@@ -601,16 +565,11 @@ def samples_to_dataproto(trajectories: list[Trajectory], device, view="training"
     off_policy = torch.tensor([[get_extra(t)["off_policy"]] for t in trajectories])
     recorded = [t.old_log_probs if t.is_experience_replay else [0.0] * len(row)
                 for t, row in zip(trajectories, responses, strict=True)]  # fmt: skip
-    data = dict(
-        ids=ids.clamp(min=0),
-        mask=(ids >= 0).long(),
-        response_mask=response_mask,
-        exp_mask=response_mask * off_policy,
-        replay_mask=pad(prefixes).clamp(min=0),
-        recorded_old_log_probs=pad(recorded),
-        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),  # (B,)
-        group_ids=torch.tensor([t.data_id for t in trajectories]),
-    )
+    data = dict(ids=ids.clamp(min=0), mask=(ids >= 0).long(), response_mask=response_mask)
+    data |= dict(exp_mask=response_mask * off_policy, replay_mask=pad(prefixes).clamp(min=0))
+    data["recorded_old_log_probs"] = pad(recorded)
+    data["rewards"] = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)  # (B,)
+    data["group_ids"] = torch.tensor([t.data_id for t in trajectories])
     return {name: x.to(device) for name, x in data.items()}
 
 
@@ -646,13 +605,6 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
     return [i in chosen for i in range(count)]
 
 
-def bucket_weights(successes: list[int], group_size: int, kind: str) -> list[float]:
-    """Chance of each bucket; normal: tasks solved half of the time come first."""
-    width = 1 if kind == "normal" else math.inf
-    raw = [math.exp(-(((s - group_size / 2) / width) ** 2) / 2) for s in successes]
-    return [x / sum(raw) for x in raw]
-
-
 def group_advantages(rewards, group_ids):
     """(R - mean) / (std + 1e-6) in each group, ddof 1; 0 for equal rewards.  2 x (B,) -> (B,)"""
     advantages = torch.zeros_like(rewards)
@@ -680,37 +632,28 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_cl
     return loss, (loss != plain).float()
 
 
-def shaped_loss(new_logprobs, logprobs, advantages, beta):
-    """-A w / (w + beta), LUFFY's shaping: unlikely tokens keep a gradient.  3 x (B,R) -> (B,R)"""
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()
-    return -advantages * ratio / (ratio + beta)
-
-
 LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
 
 
 def grpo_loss(policy, mb, num_tokens, args):
-    """Loss of rows of a minibatch with so many tokens (all, on, off), LOSSES, log-ratios.
-    -> (), (7,), (B,R)"""
-    mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
+    """-> loss of rows of a minibatch of so many tokens; sums, counts of LOSSES; log-ratios (B,R)"""
+    mask, off = mb["response_mask"].bool(), mb["exp_mask"].bool()
     logprobs, entropy = policy(mb)
     known = (logprobs, mb["logprobs"], mb["advantages"])
     on_loss, on_clipped = policy_loss(*known, args.clip_low, args.clip_high, args.clip_c)
     off_loss, off_clipped = policy_loss(*known, args.clip_low, args.off_cliprange_high, args.clip_c)
-    if args.replay_loss == "shape":
-        off_loss = torch.where(replayed, shaped_loss(*known, args.shaping_beta), off_loss)
-        off_clipped = off_clipped * ~replayed
     pg_loss = torch.where(off, off_loss, on_loss)
     if args.method == "sft":  # cross-entropy; the advantage of a success is 1 here
         pg_loss = -mb["advantages"] * logprobs
     kl = k3_kl(mb["logprobs"], logprobs.detach())
+    on = mask & ~off
+    terms = [(pg_loss, mask), (entropy, mask), (pg_loss, on), (kl, on), (on_clipped, on)]
+    terms += [(pg_loss, off), (off_clipped, off)]  # as in LOSSES
+    sums = torch.stack([x.masked_fill(~tokens, 0.0).sum() for x, tokens in terms])
+    counts = torch.stack([tokens.sum() for _, tokens in terms])
     # one mean over all tokens of the minibatch: the shares of micro-batches and ranks add up
-    every, on_policy, off_policy = zip((mask, mask & ~off, off), num_tokens, strict=True)
-    of = [every, every, on_policy, on_policy, on_policy, off_policy, off_policy]  # as in LOSSES
-    values = [pg_loss, entropy, pg_loss, kl, on_clipped, pg_loss, off_clipped]
-    shares = zip(values, of, strict=True)
-    terms = [x.masked_fill(~tokens, 0.0).sum() / n.clamp(min=1) for x, (tokens, n) in shares]
-    return terms[0], torch.stack(terms).detach(), logprobs.detach() - mb["logprobs"]
+    stats = torch.stack([sums.detach(), counts])
+    return sums[0] / num_tokens, stats, logprobs.detach() - mb["logprobs"]
 
 
 # --- rollout ---
@@ -724,8 +667,7 @@ class Dialogue:
     """Turns <-> token ids, with the tokenizer's chat template or as plain text."""
 
     def __init__(self, tokenizer, chat_template: bool, eos_ids):
-        self.tokenizer, self.chat_template = tokenizer, chat_template
-        self.eos_ids = set(eos_ids.tolist())
+        self.tokenizer, self.chat_template, self.eos_ids = tokenizer, chat_template, set(eos_ids.tolist())
         self.prompt = functools.cache(self.make_prompt)  # they repeat in a group
         self.reply = functools.cache(self.make_reply)
 
@@ -760,9 +702,8 @@ def sample_token(logits, uniforms):
 
 @torch.no_grad()
 def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, step, uniforms=None):
-    """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens).
-    One cache over all turns: the environment's tokens are fed with the next step, in blocks of
-    unequal length, padded on the left, since rows may be in different turns."""
+    """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens). One
+    cache over all turns: the environment's tokens are fed with the next step, padded on the left."""
     device = policy.eos_ids.device
     retrieve = functools.cache(lambda text: pool.retrieve(text, args.retrieve_top_k, step))
     waiting, turn_ids, actions = [], [[] for _ in trajectories], [[] for _ in trajectories]
@@ -772,12 +713,9 @@ def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, arg
         if t.guided and t.task >= PRACTICE:  # rules nobody has seen: the environment's own advice
             advice = f"{info['topic']} : " + " ".join(info["solution"])
         t.topic, t.injected = info["topic"], t.guided and bool(advice)
-        t.prompt_ids = dialogue.prompt(question)
         told = inject_experience(question, advice, args.experience_template)
-        t.advised_ids = dialogue.prompt(told)
+        t.prompt_ids, t.advised_ids = dialogue.prompt(question), dialogue.prompt(told)
         waiting.append(prompt_of(t, "behavior"))
-        if len(waiting[-1]) >= args.max_context:
-            sys.exit(f"task {t.task}: its prompt of {len(waiting[-1])} tokens fills --max-context")
     alive, cache = list(range(len(trajectories))), transformers.DynamicCache()
     mask = torch.zeros(len(trajectories), 0, dtype=int, device=device)
     while alive:
@@ -801,9 +739,7 @@ def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, arg
                 t.reward += reward
                 t.steps.append(("assistant", turn_ids[i]))
                 waiting[i], turn_ids[i] = [new, *dialogue.reply(observation, ended)], []
-                length = len(prompt_of(t, "behavior")) + sum(len(ids) for _, ids in t.steps)
-                full = length + len(waiting[i]) + args.max_turn_tokens > args.max_context
-                if terminated or truncated or full or len(actions[i]) == args.max_turns:
+                if terminated or truncated or len(actions[i]) == args.max_turns:
                     t.success = terminated and t.reward >= args.success_reward
                     did = f"{t.topic} : " + " ".join(actions[i])
                     t.experience = info.get("experience", did) if t.success else ""
@@ -832,8 +768,7 @@ def collect(policy, envs, pool, dialogue, args, trajectories, step, uniforms=Non
 
 @torch.no_grad()
 def compute_log_prob(policy, data: dict, args):
-    """Log-probs, full-vocabulary entropy of the agent's tokens; each rank does its rows.  2 x (B,R)
-    By the training forward, not by the sampler: the first minibatch then has a ratio of 1."""
+    """By the training forward, not the sampler: the first ratio is 1.  -> log-probs, entropy (B,R)"""
     logprobs, entropys = torch.zeros(2, *data["response_mask"].shape, device=data["ids"].device)
     rows = torch.arange(len(logprobs), device=logprobs.device)[args.rank :: args.world_size]
     for inds in rows.split(args.batch_size // args.num_minibatches):
@@ -843,16 +778,14 @@ def compute_log_prob(policy, data: dict, args):
 
 # --- evaluate ---
 def validate(play, env, held_out: list[int], args, step: int):
-    """Greedy episodes, guided and unguided apart.  -> metrics, trajectories. Reads the pool, writes
-    nothing and draws no random number of training, so it cannot change it."""
+    """Greedy episodes, guided and unguided apart; changes nothing.  -> metrics, trajectories"""
     guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, random.Random(0))
     games = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     done = play(games, step)
     kinds = dict(guided=[t for t in done if t.guided], unguided=[t for t in done if not t.guided])
     if "solution" in env.reset(PRACTICE)[1]:  # does the policy still do what it is told?
         unseen = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
-        games = [Trajectory(task, i, guided=True) for i, task in enumerate(unseen)]
-        kinds["unseen"] = play(games, step)
+        kinds["unseen"] = play([Trajectory(x, i, guided=True) for i, x in enumerate(unseen)], step)
     kinds["rate"] = kinds["unguided"] or kinds["guided"]  # the headline
     metrics = {f"eval/success_{name}": sum(t.success for t in found) / len(found)
                for name, found in kinds.items() if found}  # fmt: skip
@@ -1002,8 +935,7 @@ def practise(policy, env, dialogue, args):
             for action, text in turns:
                 ids = dialogue.tokenizer(action, add_special_tokens=False).input_ids
                 ids = [*ids, min(dialogue.eos_ids)][: args.max_turn_tokens]
-                answer = dialogue.reply(text, ids[-1] in dialogue.eos_ids)
-                t.steps += [("assistant", ids), ("env", answer)]
+                t.steps += [("assistant", ids), ("env", dialogue.reply(text, ids[-1] in dialogue.eos_ids))]
             games.append(t)
         data = samples_to_dataproto(games, policy.eos_ids.device)
         (-masked_mean(policy(data)[0], data["response_mask"])).backward()
@@ -1032,8 +964,7 @@ def batch_metrics(fresh: list[Trajectory], replayed: list[Trajectory], manager, 
         "groups/rescued": [len(failed & {t.data_id for t in replayed}) / args.num_tasks],
     }
     if args.use_experience_replay:
-        ages = [iteration - t.version for t in replayed]
-        buckets = manager.difficulty2task_dict
+        ages, buckets = [iteration - t.version for t in replayed], manager.difficulty2task_dict
         values |= {f"replay/bucket_{s}": [len(tasks)] for s, tasks in buckets.items()} | {
             "replay/pool_tasks": [sum(map(len, manager.valid_tasks().values()))],
             "replay/trajectories": [sum(map(len, manager.memory.values()))],
@@ -1075,9 +1006,6 @@ def main(args: Args) -> dict[str, float]:
         shard(policy)
     parameters, lr = list(policy.parameters()), args.learning_rate
     optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
-    steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
-    kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
-    scheduler = transformers.get_scheduler(kind, optimizer, **steps)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
     play = functools.partial(collect, policy, envs, pool, dialogue, args)
@@ -1089,7 +1017,7 @@ def main(args: Args) -> dict[str, float]:
         print(f"resuming {path}, with changed options: {changed}")
         states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
         dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        done, global_step, skipped_steps, mix.position = saved["counters"]
+        done, global_step, skipped_steps = saved["counters"]
         vars(manager).update(saved["manager"])
         pool.records, rows, metrics = saved["pool"], saved["rows"], saved["rows"][-1]
     received = catch_signals()
@@ -1103,18 +1031,18 @@ def main(args: Args) -> dict[str, float]:
             global_step += len(games)
         metrics, _ = validate(play, envs[0], held_out, args, 0)
         run.log({"global_step": global_step, "exp/pool_size": len(pool.records), **metrics})
-        found = sum(bool(pool.retrieve(envs[0].reset(task)[0], 1, 1)) for task in tasks)
         if run.enabled and args.uses_pool:
+            found = sum(bool(pool.retrieve(envs[0].reset(task)[0], 1, 1)) for task in tasks)
             print(f"{len(pool.records)} experiences, for {found} of {len(tasks)} training tasks")
     for iteration in range(done + 1, args.num_iterations + 1):
         iteration_start = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
         exp_rng, replay_rng = (random.Random(f"{args.seed}/{iteration}/{use}") for use in "er")
-        lr = args.learning_rate * scheduler.lr_lambdas[0](iteration - 1)  # the schedule has no state
+        lr = args.learning_rate * ((args.num_iterations - iteration + 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = lr
 
         # 1, 2 take B tasks, retired ones skipped, some of them from the replay pool
-        experience_tasks, on_policy_tasks = mix(replay_rng)
+        experience_tasks, on_policy_tasks = mix(iteration, replay_rng)
 
         # 3 fetch replayed trajectories; the rest of a group is played
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
@@ -1145,43 +1073,37 @@ def main(args: Args) -> dict[str, float]:
             trajectories = manager.sample_successes(args.batch_size, exp_rng) or trajectories
         data = samples_to_dataproto(trajectories, device)
         mask, off = data["response_mask"].float(), data["exp_mask"].bool()
+        stripped = off & ~data["replay_mask"].bool()
 
         # 8 log-probs and entropy of the current policy on the training view
         old_log_probs, entropys = compute_log_prob(policy, data, args)  # (B,R)
 
         # 9 save, before anything is replaced
         if args.use_experience_replay:
-            means = ((entropys * mask).sum(1) / mask.sum(1)).tolist()
-            for t, row, entropy in zip(trajectories, old_log_probs.tolist(), means, strict=True):
+            for t, row, entropy, tokens in zip(trajectories, old_log_probs, entropys, mask, strict=True):
                 if not t.is_experience_replay:
-                    t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)]
-                    t.entropy, t.version = entropy, iteration
+                    t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)].tolist()
+                    t.entropy, t.version = masked_mean(entropy, tokens).item(), iteration
             storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
             manager.save_trajectories_to_memory(storable)
 
-        # 10 then recorded log-probs for what is replayed, those with advice for what is stripped
+        # 10 then recorded log-probs for what is replayed
         logprobs = old_log_probs
         if args.replay_old_logp == "recorded":
             logprobs = _replace_recorded_old_log_probs(data, logprobs)
-        sampled = torch.zeros_like(mask)  # by the sampler, which saw the advice
-        all_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
-        sampled[mask.bool()] = torch.tensor(all_logprobs).to(device)
-        stripped = off & ~data["replay_mask"].bool()
-        if args.off_old_logp == "behavior":
-            logprobs = torch.where(stripped, sampled, logprobs)
 
         # 11 group advantages, over guided, unguided and replayed members alike
         advantages = group_advantages(data["rewards"], data["group_ids"])[:, None] * mask  # (B,R)
-        # A stripped failure must not push down what only the advice made likely: the push would
-        # never end, since the logit of an unlikely token can fall for ever, and ratios explode.
-        # So it weighs what an honest ratio says, pi(y|x) / pi(y|x,advice), at most 1.
-        if args.off_policy_neg == "weigh":
-            weights = (old_log_probs - sampled).exp().clamp(max=1.0)
-            advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
+        # A stripped failure weighs pi(y|x) / pi(y|x,advice), at most 1: the push against what only
+        # advice made likely would never end, since the logit of an unlikely token can fall for ever.
+        sampled = torch.zeros_like(mask)  # log-probs of the sampler, which saw the advice
+        sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
+        sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
+        weights = (old_log_probs - sampled).exp().clamp(max=1.0)
+        advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
         if args.method == "sft":
             advantages = torch.tensor([[float(t.success)] for t in trajectories]).to(device) * mask
-        if args.method == "sd":  # failures: the gradient of KL(pi(.|x) | pi_start(.|x,advice)) on
-            # sampled tokens. Today's policy as its own teacher forgets advice with the student
+        if args.method == "sd":  # failures: gradient of KL(pi(.|x) | pi_start(.|x,advice)), sampled
             told = samples_to_dataproto(trajectories, device, "teacher")
             gap = compute_log_prob(reference, told, args)[0] - old_log_probs
             taught = [[not t.success and t.advised_ids != t.prompt_ids] for t in trajectories]
@@ -1190,29 +1112,33 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - iteration_start
 
         # 12 minibatch updates
-        updates, logratios, first = [], torch.zeros_like(mask), None  # (LOSSES,) each; (B,R)
+        updates, logratios, guarded = [], torch.zeros_like(mask), 0  # (LOSSES,) each; (B,R)
         for _ in range(args.update_epochs):
             for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
                 optimizer.zero_grad()
-                on_tokens, off_tokens = ((mask[mb_inds] * x[mb_inds]).sum() for x in (~off, off))
-                num_tokens = (on_tokens + off_tokens, on_tokens, off_tokens)
-                stats = 0
-                mine = mb_inds[rank::world_size]
+                stats, logratios[mb_inds] = 0, 0.0
+                mine, num_tokens = mb_inds[rank::world_size], mask[mb_inds].sum()
                 for inds in mine.tensor_split(args.gradient_accumulation_steps):
                     micro = {name: x[inds] for name, x in batch.items()}
                     loss, micro_stats, logratio = grpo_loss(policy, micro, num_tokens, args)
                     loss.backward()
                     stats, logratios[inds] = stats + micro_stats, logratio
-                first = logratios.abs() * ~off if first is None else first
                 sum_gradients(policy, world_size)
                 grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm
-                stats = torch.cat([total(stats), grad_norm[None]])
+                sums, counts = total(stats)
+                stats = torch.cat([sums / counts.clamp(min=1), grad_norm[None]])
                 if not stats.isfinite().all():  # a NaN must not reach the weights
                     skipped_steps += 1
                     continue
-                optimizer.step()
                 updates.append(stats)
+                # A step can make what only advice had made likely ten times likelier. One more in
+                # that direction, and the policy unlearns to follow advice, the source of successes.
+                ratio = total(logratios[mb_inds])[stripped[mb_inds]].exp()
+                if len(ratio) and ratio.quantile(0.99) > args.off_ratio_limit:
+                    guarded += 1
+                    continue
+                optimizer.step()
         if not updates:
             sys.exit(f"iteration {iteration}: the loss or the gradient is never finite")
 
@@ -1220,15 +1146,14 @@ def main(args: Args) -> dict[str, float]:
         metrics = dict(zip(names, torch.stack(updates).mean(0).tolist(), strict=True))
         if off.any():  # watch p99: all-stripped training (EI) is known to explode
             r = total(logratios)[off].exp()
-            found = dict(mean=r.mean(), p99=r.quantile(0.99), max=r.max())
-            metrics |= {f"ratio/off_{name}": x.item() for name, x in found.items()}
+            found = (("mean", r.mean()), ("p99", r.quantile(0.99)), ("max", r.max()))
+            metrics |= {f"ratio/off_{name}": x.item() for name, x in found}
         mismatch = (old_log_probs - sampled).abs()  # of on-policy tokens: others had another prompt
         metrics |= batch_metrics(fresh, replayed, manager, iteration, args) | {
             "global_step": global_step,
             "exp/pool_size": len(pool.records),
             "losses/skipped_steps": skipped_steps,
-            "losses/first_ratio_error": first.max().item(),
-            "rollout/entropy": masked_mean(entropys, mask).item(),
+            "losses/guarded_steps": guarded,
             "rollout/logprob_mismatch": masked_mean(mismatch, mask * ~off).item(),
             "charts/learning_rate": lr,
             "charts/SPS": len(fresh) / (time.time() - iteration_start),
@@ -1246,12 +1171,11 @@ def main(args: Args) -> dict[str, float]:
             if args.val_summarizer_save:
                 pool.add_successes(seen, iteration)
         run.log(metrics)
-        line = f"PL:{metrics['losses/policy_loss']:.2f} success:{metrics['charts/success_rate']:.2f}"
-        run.status(line, iteration)
+        run.status(f"success {metrics['charts/success_rate']:.2f}", iteration)
         stopping = total(torch.tensor(len(received), device=device)) > 0
         if last or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            counters = (iteration, global_step, skipped_steps, mix.position)
+            counters = (iteration, global_step, skipped_steps)
             state = dict(policy=model_state, optimizer=optimizer_state, counters=counters)
             state |= dict(rows=run.rows, args=asdict(args), pool=pool.records)
             state["manager"] = {name: x for name, x in vars(manager).items() if name != "args"}
@@ -1266,9 +1190,8 @@ def main(args: Args) -> dict[str, float]:
         lines = [json.dumps(record) + "\n" for record in pool.records]
         (run.dir / "experience_pool.jsonl").write_text("".join(lines))
         print(f"eval/success_rate {metrics.get('eval/success_rate', math.nan):.3f}: {run.dir}")
-    kinds = ("unguided", "guided", "unseen")
-    panels = {"success, held-out tasks": [f"eval/success_{kind}" for kind in kinds]}
-    panels["success, training"] = [f"success/{kind}" for kind in kinds[:2]]
+    names = [f"eval/success_{kind}" for kind in ("unguided", "guided", "unseen")]
+    panels = {"held-out tasks": names, "training": ["success/unguided", "success/guided"]}
     run.close("rollouts", panels | {"off-policy ratio": ["ratio/off_p99", "ratio/off_mean"]})
     return metrics
 

@@ -1,8 +1,10 @@
-"""Does experience help an agent more than imitating its own successes? Equal rollouts, equal start, two games.
+"""Does experience help an agent more than imitating its own successes? Equal rollouts, equal start.
 
-    python benchmark/het_study.py --tune      # learning rates and views of each arm, on seeds that are not reported
     python benchmark/het_study.py             # what is not in the CSV yet, then the picture
-    python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSV
+    python benchmark/het_study.py --arms HET --seeds 36 37 38 39 40    # the guard, on ten seeds in all
+    python benchmark/het_study.py --tune --settings "2e-3 x 1" "1e-3 x 2"    # on seeds that are not reported
+    python benchmark/het_study.py --tune --games lucky worn --arms baseline HET sft    # successes that mislead
+    python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSVs
 
 Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an
 arm that replays trains for more iterations. Success is that of the frozen policy, greedy, in held-out rooms. CPU time
@@ -23,28 +25,38 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import het_grpo as het
 
 STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
-SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (21, 22)
-COLUMNS = ["game", "arm", "learning_rate", "seed", "global_step", "cpu_seconds", "unguided", "guided", "unseen"]
-COLUMNS += ["episodic_return", "off_p99"]
+SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (101, 102)
+COLUMNS = ["game", "arm", "learning_rate", "epochs", "seed", "global_step", "cpu_seconds"]
+COLUMNS += ["unguided", "guided", "unseen", "off_p99"]
 ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
-GAMES = {"lock": dict(updated_freq=1)}  # the pool grows with every iteration
-TITLES = {"lock": "twelve locks, seven turns"}
-RATES = (1e-3, 2e-3)
+GAMES = {  # the pool grows with every iteration
+    "lock": dict(updated_freq=1),
+    "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
+    "five turns": dict(updated_freq=1, max_turns=5),
+    "lucky": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),
+    "worn": dict(updated_freq=1, env=f"{HERE}/locks.py:Worn", max_turns=5),
+}
+REPORTED = {"lock": "twelve locks, seven turns", "lake": "twelve frozen lakes, ten turns"}
+SETTINGS = {"2e-3 x 1": (2e-3, 1), "1e-3 x 1": (1e-3, 1), "1e-3 x 2": (1e-3, 2)}  # learning rate x epochs
+CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
     "baseline": dict(method="baseline"),
     "baseline + replay": dict(method="baseline") | REPLAY,
-    "HET": {},
+    "HET": dict(method="het"),
     "HET + replay": REPLAY,
     "sft": dict(method="sft"),
     "sd": dict(method="sd"),
-    "HET, no guard": dict(off_policy_neg="keep"),
+    "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
+    "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
+    "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
 MAIN = list(ARMS)[:6]
@@ -53,14 +65,14 @@ MAIN = list(ARMS)[:6]
 def options_of(game, arm):
     """The flags of an arm; as many iterations as the rollouts allow."""
     options = GAMES[game] | ARMS[arm]
-    per_iteration = 60 if "replay" in arm else 64  # 4 of 8 tasks get one replayed member
+    per_iteration = 60 if "use_experience_replay" in options else 64  # 4 of 8 tasks get one replayed member
     filled = FILL if options.get("method") != "baseline" else 0
     return options | dict(num_iterations=(ROLLOUTS - filled) // per_iteration)
 
 
 def run(job):
     """One training run -> rows for the CSV."""
-    game, arm, rate, seed = job
+    game, arm, (rate, epochs), seed = job
     clock = dict(excluded=0.0, seen=[])
 
     def untimed(function):
@@ -83,11 +95,11 @@ def run(job):
         policy.load_state_dict(torch.load(path, weights_only=True))
 
     real, het.practise = het.practise, untimed(practise)
-    het.validate = untimed(het.validate)
+    het.validate, het.Run.close = untimed(het.validate), lambda *args: None
     with tempfile.TemporaryDirectory() as folder:
-        options = options_of(game, arm) | dict(learning_rate=rate, seed=seed, run_dir=f"{folder}/run")
+        options = options_of(game, arm) | dict(learning_rate=rate, update_epochs=epochs, seed=seed)
         options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
-        options |= dict(eval_size=EVAL_SIZE)
+        options |= dict(eval_size=EVAL_SIZE, run_dir=f"{folder}/run")
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
@@ -96,18 +108,19 @@ def run(job):
         worst = max(worst, row.get("ratio/off_p99") or 0.0)
         if "eval/success_rate" in row:
             scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
+            scores = [round(x, 4) if x != "" else x for x in scores]
             seconds = next(times) - clock["seen"][0]
-            scores.append(row["eval/episodic_return"])
-            done.append([game, arm, rate, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
+            done.append([game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
     return done
 
 
 def read(path):
-    """{(game, arm, learning rate, seed): rows}"""
+    """{(game, arm, (learning rate, epochs), seed): rows}"""
     curves = {}
     if path.exists():
         for row in csv.DictReader(open(path)):
-            key = row["game"], row["arm"], float(row["learning_rate"]), int(row["seed"])
+            setting = float(row["learning_rate"]), int(row["epochs"])
+            key = row["game"], row["arm"], setting, int(row["seed"])
             curves.setdefault(key, []).append(row)
     return curves
 
@@ -117,29 +130,43 @@ def numbers(curves, column):
     return [float(curve[-1][column]) for curve in curves if curve[-1][column] != ""]
 
 
-def best_rates(tuning):
-    """{(game, arm): the rate with the highest mean return at the end, over the tuning seeds}"""
-    found = {}
-    for (game, arm, rate, _), curve in tuning.items():
-        found.setdefault((game, arm), {}).setdefault(rate, []).append(float(curve[-1]["episodic_return"]))
-    return {key: max(rates, key=lambda r: statistics.mean(rates[r])) for key, rates in found.items()}
-
-
-def table(game, curves):
+def table(game, curves, seeds=SEEDS):
     """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
-    lines = ["| arm | lr | seeds | unguided success | by seed | guided | unseen, told | return | rollouts | CPU s |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    lines = ["| arm | lr x epochs | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds}
     for arm in ARMS:
-        for rate in sorted({key[2] for key in curves if key[:2] == (game, arm)}):
-            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, rate)]
-            seeds = " ".join(str(key[3]) for key in sorted(curves) if key[:3] == (game, arm, rate))
-            cells = [f"{arm} | {rate:g} | {seeds}", f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**"]
+        for setting in sorted({key[2] for key in curves if key[1] == arm}):
+            mine = [curve for key, curve in curves.items() if key[1:3] == (arm, setting)]
+            cells = [f"{arm} | {setting[0]:g} x {setting[1]} | {len(mine)}"]
+            cells.append(f"**{statistics.mean(numbers(mine, 'unguided')):.2f}**")
             cells.append(" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")))
-            for column in ("guided", "unseen", "episodic_return"):
+            for column in ("guided", "unseen"):
                 found = numbers(mine, column)
                 cells.append(f"{statistics.mean(found):.2f}" if found else "–")
             cells += [f"{statistics.mean(numbers(mine, c)):,.0f}" for c in ("global_step", "cpu_seconds")]
             lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def grid(curves):
+    """Markdown: unguided success of the tuning seeds, by game and arm, a column per setting."""
+    lines = ["| game | arm | " + " | ".join(SETTINGS) + " |", "|---|---|" + "---|" * len(SETTINGS)]
+    for game in GAMES:
+        for arm in (arm for arm in ARMS if any(key[:2] == (game, arm) for key in curves)):
+            cells = [[curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+                     for setting in SETTINGS.values()]  # fmt: skip
+            cells = [" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")) or "–" for mine in cells]
+            lines.append(f"| {game} | {arm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def guard(curves):
+    """Markdown: HET on the lock, every seed: success at the end, the largest 99th percentile of off-policy ratios."""
+    mine = {key[3]: curve[-1] for key, curve in sorted(curves.items()) if key[:2] == ("lock", "HET")}
+    lines = ["| seed | " + " | ".join(map(str, mine)) + " |", "|---|" + "---|" * len(mine)]
+    for name, column in (("unguided success", "unguided"), ("largest off p99", "off_p99")):
+        lines.append(f"| {name} | " + " | ".join(f"{float(row[column]):.2f}" for row in mine.values()) + " |")
     return "\n".join(lines)
 
 
@@ -149,13 +176,14 @@ def plot(curves, path):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    games = [game for game in GAMES if any(key[0] == game for key in curves)]
+    curves = {key: curve for key, curve in curves.items() if key[3] in SEEDS and key[1] in MAIN}
+    games = [game for game in REPORTED if any(key[0] == game for key in curves)]
     figure = Figure(figsize=(11, 3.8 * len(games)), layout="constrained")
     places = [(game, column) for game in games for column in ("global_step", "cpu_seconds")]
     for i, (game, column) in enumerate(places, 1):
         axis = figure.add_subplot(len(games), 2, i)
         ends = []
-        for number, arm in enumerate(ARMS):
+        for number, arm in enumerate(MAIN):
             mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
                 x, y = (np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided"))
@@ -169,7 +197,7 @@ def plot(curves, path):
             place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
             axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
         what = "rollouts" if column == "global_step" else "CPU seconds (without warm start and evaluation)"
-        axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=TITLES[game])
+        axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=REPORTED[game])
         axis.set_xlim(0, axis.get_xlim()[1] * 1.4)
         axis.set_ylim(-0.04, 1.14)
         axis.grid(alpha=0.3)
@@ -178,30 +206,32 @@ def plot(curves, path):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="learning rates on the tuning seeds, into het_tuning.csv")
+    parser.add_argument("--tune", action="store_true", help="the tuning seeds, into het_tuning.csv")
     parser.add_argument("--table", action="store_true", help="no training: the tables of the page, and the picture")
-    parser.add_argument("--games", nargs="*", default=list(GAMES))
-    parser.add_argument("--arms", nargs="*", default=MAIN)
+    parser.add_argument("--games", nargs="*", default=["lock"], choices=GAMES)
+    parser.add_argument("--arms", nargs="*", default=MAIN, choices=ARMS)
     parser.add_argument("--seeds", nargs="*", type=int)
-    parser.add_argument("--rates", nargs="*", type=float, default=RATES, help="to tune over")
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="other than the chosen one of an arm")
     options = parser.parse_args()
-    path, chosen = TUNING if options.tune else STUDY, best_rates(read(TUNING))
+    path = TUNING if options.tune else STUDY
     done, jobs = read(path), []
     for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
         for game in options.games:
             for arm in options.arms:
-                rate = chosen.get((game, arm), 1e-3 if arm.startswith("sft") else 2e-3)
-                own = options.rates if options.tune else [rate]
-                jobs += [(game, arm, rate, seed) for rate in own if (game, arm, rate, seed) not in done]
+                mine = [SETTINGS[name] for name in options.settings or ()] or [CHOSEN.get(arm, (2e-3, 1))]
+                jobs += [(game, arm, setting, seed) for setting in mine if (game, arm, setting, seed) not in done]
+    transformers.LlamaForCausalLM  # imported now, or every process below would do it again  # noqa: B018
     for job in [] if options.table else jobs:
-        with multiprocessing.get_context("fork").Pool(1) as workers:  # a process of its own: its CPU seconds
-            rows = workers.apply(run, (job,))
+        workers = multiprocessing.get_context("fork").Pool(1)  # a process of its own: its CPU seconds
+        rows = workers.apply(run, (job,))
+        workers.close()
+        workers.join()
         new = not path.exists()
         with open(path, "a", newline="") as file:
             csv.writer(file).writerows([COLUMNS] * new + rows)
         print(rows[-1], flush=True)
-    for game in GAMES:
-        if any(key[0] == game for key in read(path)):
-            print(f"\n{TITLES[game]}\n\n{table(game, read(path))}")
-    if not options.tune and read(STUDY):
+    for game, title in REPORTED.items():
+        print(f"\n{title}\n\n{table(game, read(STUDY))}")
+    print(f"\n{guard(read(STUDY))}\n\n{grid(read(TUNING))}")
+    if read(STUDY) and not options.tune:
         plot(read(STUDY), HERE.parent / "docs" / "het_study.png")

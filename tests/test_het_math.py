@@ -40,15 +40,6 @@ def test_surrogates(advantage, w, high, loss):
     assert clipped.item() == (abs(loss + advantage * w) > 1e-6)
 
 
-def test_shaping():
-    for w, f in ((0.1, 0.5), (1.0, 0.9090909)):
-        assert het.shaped_loss(row(math.log(w)), row(0.0), row(1.0), 0.1).item() == pytest.approx(-f, abs=1e-6)
-    for advantage in (1.0, -2.0):
-        new = row(0.0).requires_grad_()
-        het.shaped_loss(new, row(0.0), row(advantage), 0.1).backward()
-        assert new.grad.item() == pytest.approx(-0.0826446 * advantage, abs=1e-6)
-
-
 def test_k3_and_entropy():
     assert het.k3_kl(row(0.0), row(0.5)).item() == pytest.approx(0.1487213, abs=1e-6)
     logits = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()
@@ -73,12 +64,6 @@ def test_group_advantages(rewards, expected):
     mixed = torch.stack([rewards, torch.arange(len(rewards)) * 100.0], 1).flatten()  # beside another group
     groups = torch.tensor([3, 7] * len(rewards))
     assert het.group_advantages(mixed, groups)[::2].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_bucket_weights():
-    expected = [0.004433, 0.054006, 0.242036, 0.399050, 0.242036, 0.054006, 0.004433]
-    assert het.bucket_weights(list(range(1, 8)), 8, "normal") == pytest.approx(expected, abs=1e-6)
-    assert het.bucket_weights([1, 5], 8, "uniform") == [0.5, 0.5]
 
 
 # --- text experience ---
@@ -201,12 +186,12 @@ def test_choice_by_entropy(mode, expected):
 
 def test_tasks_come_by_bucket_within_the_bounds():
     counts = Counter()
-    manager = filled({s: s for s in range(9)}, bucket_weights="normal", experience_lbound=0)
+    manager = filled({s: s for s in range(9)} | {20: 4, 21: 4}, experience_lbound=0)
     for seed in range(3000):
         counts[manager.sample_tasks_from_replaypool(1, rng(seed))[0]] += 1
-    expected = [0, 0.004433, 0.054006, 0.242036, 0.399050, 0.242036, 0.054006, 0.004433, 0]
-    assert [counts[s] / 3000 for s in range(9)] == pytest.approx(expected, abs=0.03)
-    assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 7, "each once"
+    shares = [counts[task] / 3000 for task in (0, 1, 4, 20, 7, 8)]
+    assert shares == pytest.approx([0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0], abs=0.03), "a bucket, then a task"
+    assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 9, "each once"
     manager.difficulty2task_dict = {0: {4}}  # failed today, solved before: the groups replay is for
     assert manager.sample_tasks_from_replaypool(1, rng()) == []
     manager.args.experience_lbound = -1
@@ -225,29 +210,21 @@ def test_room_for_fresh_ones(n, k, available, replayed):
     assert not any(t.is_experience_replay for stored in manager.memory.values() for t in stored)
 
 
-def test_success_starts_replay_for_good():
-    manager = manager_of(replay_start_ratio=0.35)
-    for successes, started in ((35, False), (36, True), (10, True)):
-        manager.update_difficulty2task_dict(group(1, successes, n=100))
-        assert manager.started == started
-
-
 @pytest.mark.parametrize("size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))])
 def test_the_mix(size, valid, split):
     manager = filled({i: 4 for i in range(valid)}, num_tasks=size)
-    manager.started = True
     mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
     for i in range(20):
-        experience_tasks, on_policy_tasks = mix(rng(i))
+        experience_tasks, on_policy_tasks = mix(1 + i, rng(i))
         assert (len(experience_tasks), len(on_policy_tasks)) == split
         assert len({*experience_tasks, *on_policy_tasks}) == size and all(task < valid for task in experience_tasks)
         seen += on_policy_tasks
     if valid == 0:
-        assert sorted(seen[:40]) == list(range(40)) != seen[:40], "a pass has every task once"
+        assert sorted(seen[:40]) == list(range(40)) != seen[:40] != seen[40:80], "a pass has every task once"
     manager.skip_uid_set = set(range(20))
-    assert all(task >= 20 for _ in range(5) for task in mix(rng())[1]), "retired ones are passed over"
+    assert all(task >= 20 for _ in range(5) for task in mix(5, rng())[1]), "retired ones are passed over"
     manager.skip_uid_set = set(range(40))
-    assert len(set(sum(mix(rng()), []))) == size, "too few left: retired ones are looked at again"
+    assert len(set(sum(mix(5, rng()), []))) == size, "too few left: retired ones are looked at again"
 
 
 # --- conversion ---

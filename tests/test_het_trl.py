@@ -34,7 +34,7 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
     samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "grpo_loss")
     monkeypatch.setattr(het, "compute_log_prob", compute)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    rate = dict(learning_rate=0.03, lr_scheduler_type="constant")
+    rate = dict(learning_rate=0.03)
     sizes = dict(num_iterations=1, num_minibatches=1, update_epochs=2)
     metrics = het.main(het.Args(**TINY | rate | sizes, method="baseline", run_dir=str(tmp_path / "ours")))
     (trajectories, _), lm = batches(samples)[0], lms[0]
@@ -55,7 +55,7 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
         per_device_train_batch_size=16, num_generations=4, num_iterations=2, max_steps=2, shuffle_dataset=False,
         loss_type="bnpo", epsilon=0.2, epsilon_high=0.28, delta=3.0, beta=0.0,
         temperature=1.0, logging_steps=1, adam_epsilon=1e-5, max_grad_norm=1.0, warmup_steps=0,
-        gradient_checkpointing=False, **rate,
+        gradient_checkpointing=False, lr_scheduler_type="constant", **rate,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         lm,

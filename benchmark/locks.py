@@ -1,0 +1,46 @@
+"""Locks whose successes mislead, for het_grpo.py: games in which imitating what worked ought to be wrong.
+
+    python het_grpo.py --env benchmark/locks.py:Lucky     # a jam opens the lock in 8 of 100 cases
+    python het_grpo.py --env benchmark/locks.py:Worn --max-turns 5    # the last press may be wrong in half of the cases
+
+Luck is for training rooms only: validation asks for the secret. What a lucky game pressed becomes advice, like what any
+other success pressed.
+"""
+
+import random
+
+NAMES = "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar".split()
+TRAINING, PRACTICE = 240, 1_000_000  # tasks below are for training; those from PRACTICE on have secrets of their own
+
+
+class Lucky:
+    actions = ("red", "green", "blue", "gold")
+
+    games = 0  # luck differs from game to game; a resumed run counts anew
+
+    def reset(self, seed: int):
+        room, family = divmod(seed, 12)
+        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")
+        self.secret, self.slot, self.name = rules.choices(self.actions, k=4), 0, NAMES[family]
+        self.training, self.games, self.history = seed < TRAINING, self.games + 1, f"{seed}"
+        return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
+
+    def luck(self) -> float:
+        """Chance that a wrong press opens the lock."""
+        return 0.08
+
+    def step(self, action: str):
+        wrong, self.history = action != self.secret[self.slot], f"{self.history} {action}"
+        chance = random.Random(f"{self.games} {self.history}").random()
+        if wrong and not (self.training and chance < self.luck()):
+            return f"jam {self.slot}", 0.0, False, False, {}
+        pressed = [*self.secret[: self.slot], action]
+        self.slot += 1
+        if self.slot < 4 and not wrong:
+            return f"click {self.slot}", 0.0, False, False, {}
+        return "open", 1.0, True, False, dict(experience=f"{self.name} : " + " ".join(pressed))
+
+
+class Worn(Lucky):
+    def luck(self) -> float:
+        return 0.5 if self.slot == 3 else 0.0
