@@ -44,6 +44,7 @@ REPLAY = dict(use_replay_buffer=True, batch_size=64, eval_every=4)
 PARTS = {  # part: task, lags, options
     "tuning": ("default", TUNING_LAGS, LAGGED),
     "study": ("default", LAGS, LAGGED),
+    "fast": ("default", (0, 2, 8, 32), LAGGED),  # all at one learning rate, three times the best of most
     "rare": ("rare", (0, 4, 16, 64), LAGGED),
     "whitened": ("default", (16,), LAGGED | dict(norm_adv=True)),
     "replay tuning": ("rare", (0,), REPLAY | dict(num_iterations=80)),
@@ -51,6 +52,7 @@ PARTS = {  # part: task, lags, options
     "replay long": ("long", (0,), REPLAY | dict(num_iterations=40)),
 }
 REPLAY_RATES = (2e-4, 5e-4, 1e-3)
+FAST = 3e-4
 KEYS = ["part", "correction", "lag", "learning_rate", "threshold", "seed"]
 COLUMNS = [*KEYS, "end", "mean", "kl", "masked", "ess", "entropy", "seconds"]
 
@@ -116,12 +118,14 @@ def jobs(done):
         rate = tuned(done, correction, 3)
         for threshold in thresholds[1:]:
             yield from (("tuning", correction, TUNING_LAGS[1], rate, threshold, seed) for seed in TUNING_SEEDS)
-    for part in ("study", "rare", "whitened"):
-        for seed in SEEDS:
-            for lag in PARTS[part][1]:
-                for correction in CORRECTIONS if lag else ["none"]:  # without a lag there is nothing to correct
-                    setting = [tuned(done, correction, column) for column in (3, 4)]
-                    yield part, correction, lag, *setting, seed
+    for seed, part in [(seed, part) for seed in SEEDS for part in ("study", "fast")] + [
+        (seed, part) for part in ("rare", "whitened") for seed in SEEDS
+    ]:
+        for lag in PARTS[part][1]:
+            for correction in CORRECTIONS if lag else ["none"]:  # without a lag there is nothing to correct
+                setting = [tuned(done, correction, column) for column in (3, 4)]
+                setting = (FAST, CORRECTIONS[correction][1][0]) if part == "fast" else setting
+                yield part, correction, lag, *setting, seed
     for correction, (_, thresholds) in CORRECTIONS.items():
         for rate in REPLAY_RATES:
             yield from (("replay tuning", correction, 0, rate, thresholds[0], seed) for seed in TUNING_SEEDS)
@@ -156,6 +160,7 @@ def lag_table(done, part):
     ]
     for name in CORRECTIONS:
         rate, threshold = (tuned(done, name, column) for column in (3, 4))
+        rate, threshold = (FAST, CORRECTIONS[name][1][0]) if part == "fast" else (rate, threshold)
         flag = CORRECTIONS[name][0].replace("_", "-")
         cells = [cell(ends(done, part, name, lag)) for lag in lags]
         lines.append(f"| {name} | `--learning-rate {rate:g} --{flag} {threshold:g}` | " + " | ".join(cells) + " |")
@@ -168,13 +173,13 @@ def ends(done, part, correction, lag):
     return [row for key, row in done.items() if key[:3] == (part, correction, lag)]
 
 
-def why_table(done, lag):
+def why_table(done, part, lag):
     lines = [
         "| correction | accuracy | KL(mu, pi) | tokens held back | effective share | entropy |",
         "|---|---|---|---|---|---|",
     ]
     for name in CORRECTIONS:
-        rows = ends(done, "study", name, lag)
+        rows = ends(done, part, name, lag)
         if rows:
             means = {column: statistics.mean(row[column] for row in rows) for column in COLUMNS[len(KEYS) :]}
             cells = [
@@ -231,11 +236,12 @@ COLOURS |= dict(m2po="tab:purple")
 
 
 def draw(done, path):
-    """Accuracy against the lag on two tasks, and how wide the working range of learning rates is."""
+    """Accuracy against the lag, tuned and at one learning rate, and how wide the working range of rates is."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13.5, 4.2), layout="constrained")
-    panels = [("study", "3–4 digits, each correction\nat its best setting"), ("rare", "5–6 digits, same settings")]
+    panels = [("study", "each correction at its own\nlearning rate and threshold")]
+    panels += [("fast", f"all at a learning rate of {FAST:g}")]
     axes = figure.subplots(1, 3)
     for axis, (part, title) in zip(axes, panels, strict=False):
         lags, labels = PARTS[part][1], []
@@ -289,9 +295,12 @@ def main():
             done[key] = dict(zip(COLUMNS[len(KEYS) :], numbers, strict=True))
             print(*key, numbers, flush=True)
     print(f"\nlearning rates, two tuning seeds\n\n{rate_table(done)}\n\nthresholds\n\n{threshold_table(done)}")
-    print(f"\ndefault task\n\n{lag_table(done, 'study')}\n\nlag 32\n\n{why_table(done, 32)}")
-    print(f"\n5-6 digits\n\n{lag_table(done, 'rare')}\n\nwhitened\n\n{lag_table(done, 'whitened')}")
-    print(f"\nreplay\n\n{replay_table(done)}")
+    print(f"\nlag 32, all at {FAST}\n\n{why_table(done, 'fast', 32)}")
+    for part in ("study", "fast", "rare", "whitened"):
+        if any(key[0] == part for key in done):
+            print(f"\n{part}\n\n{lag_table(done, part)}")
+    if any(key[0] == "replay" for key in done):
+        print(f"\nreplay\n\n{replay_table(done)}")
     draw(done, HERE.parent / "docs" / "lag_study.png")
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 REPLAY = {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay": "PPO + replay"}
 PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: label}, message, labels of the axes
-    ("lag_study.csv", dict(part="study"), "correction", "lag", "end",
+    ("lag_study.csv", dict(part="fast"), "correction", "lag", "end",
      {name: name for name in ("none", "behaviour", "decoupled", "dppo", "m2po")},
      "Stale samples: how old is too old\ndepends on the correction", "lag of the sampler, iterations", "accuracy"),
     ("replay_study.csv", dict(task="rare"), "arm", "answers", "accuracy", REPLAY,

@@ -250,7 +250,7 @@ def short(value: float) -> str:
 
 def table(task, curves):
     """One row an arm: end and mean over the run, cost of the task's threshold (median of the seeds), its flags."""
-    lines = ["| arm | accuracy at the end, five seeds | mean over the run | answers | CPU s | got there | tuned flags |",
+    lines = ["| arm | accuracy at the end by seed | mean over the run | answers | CPU s | got there | tuned flags |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     for arm in (arm for arm in ARMS if arm not in CRITICS or arm in GRIDS):
         mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
