@@ -224,12 +224,12 @@ def plot(path):
         axis.set(title=f"Pendulum-v1, {task}", xlabel="online environment steps after the warm-up")
         axis.set_ylabel("return of the frozen policy, mean of the seeds")
         axis.legend(fontsize=7)
-    for arm, color in zip(SWITCH_ARMS, ("C3", "C4"), strict=True):
+    for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
         for name, style, what in (("return", ".-", "policy"), ("critic_return", ".:", "critic's best action")):
             axes[2].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
     axes[2].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
     axes[2].set_xlabel("online environment steps after the warm-up")
-    axes[2].legend(fontsize=7)
+    axes[2].legend(fontsize=7, loc="center left")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=90)
