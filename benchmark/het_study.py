@@ -54,6 +54,7 @@ ARMS = {
     "HET + replay": REPLAY,
     "sft": dict(method="sft"),
     "sd": dict(method="sd"),
+    "HET, no bound": dict(method="het", off_ratio_limit=1e9),
     "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
