@@ -111,7 +111,8 @@ def run(job):
             scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
             scores = [round(x, 4) if x != "" else x for x in scores]
             seconds = next(times) - clock["seen"][0]
-            done.append([game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)])
+            what = [game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1)]
+            done.append([*what, *scores, round(worst, 3)])
     return done
 
 
