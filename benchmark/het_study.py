@@ -54,6 +54,7 @@ ARMS = {
     "HET + replay": REPLAY,
     "sft": dict(method="sft"),
     "sd": dict(method="sd"),
+    "HET, no bound": dict(method="het", off_ratio_limit=1e9),
     "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
@@ -110,9 +111,8 @@ def run(job):
             scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
             scores = [round(x, 4) if x != "" else x for x in scores]
             seconds = next(times) - clock["seen"][0]
-            done.append(
-                [game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1), *scores, round(worst, 3)]
-            )
+            what = [game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1)]
+            done.append([*what, *scores, round(worst, 3)])
     return done
 
 
