@@ -35,6 +35,7 @@ def small_task():
 
 
 LM_SCRIPTS = ["ppo", "ppo_v1", "ppo_v2"]
+SCRIPTS = [*LM_SCRIPTS, "het_grpo", "sac_hybrid", "wsrl_warmup"]  # a reader's own files may lie beside them
 TINY_LM = dict(sft_steps=2, batch_size=8, num_minibatches=2, eval_size=8, num_iterations=3, eval_every=2)
 TINY_LM |= dict(update_epochs=2, device="cpu", task=f"jsonl:{small_task()}")
 TINY_LM |= dict(reward_fn=f"{ROOT / 'tests' / 'rewards.py'}:digits")

@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 import transformers
 import tyro
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 
 import ppo
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
-SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
 PARENTS = {"ppo_v1": "ppo", "ppo_v2": "ppo_v1"}
 COMMAND = r"(?:.*&& )?(torchrun --nproc-per-node \d+|python) (\w+)\.py\b([^#\n]*)"
 ids = dict(ids=lambda path: path.name)

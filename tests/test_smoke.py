@@ -12,7 +12,7 @@ from dataclasses import fields
 import pytest
 import torch
 import tyro
-from conftest import LM_SCRIPTS, ROOT, TINY_LM, metrics_without_times, run, same, weights
+from conftest import LM_SCRIPTS, ROOT, SCRIPTS, TINY_LM, metrics_without_times, run, same, weights
 from test_v1 import assert_nearly_the_same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,7 +77,7 @@ def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in ROOT.glob("*.py")))
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_option(name, capsys, monkeypatch):
     script = importlib.import_module(name)
     monkeypatch.setenv("COLUMNS", "300")
