@@ -129,6 +129,7 @@ class Args:
     init_exp_before_training: bool = True  # add what rollouts of training tasks find before step 1
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
+    off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
     off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
 
@@ -140,6 +141,8 @@ class Args:
     experience_rbound: int | None = None  # and at most this many (None: n - 1)
     offpolicy_trajectories_per_task: int = 1  # replayed per replay task, below n
     max_trajectories_per_task: int = 8  # memory of a task; exp_select_mode says what goes
+    replay_loss: Literal["shape", "clip"] = "clip"  # surrogate of replayed tokens
+    shaping_beta: float = 0.1  # shape: w / (w + this)
     replay_old_logp: Literal["recorded", "current"] = "current"  # current: their ratios start at 1
     retire_solved: bool = False  # a solved task is not drawn while others are left, and forgotten
 
@@ -632,16 +635,25 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_cl
     return loss, (loss != plain).float()
 
 
+def shaped_loss(new_logprobs, logprobs, advantages, beta):
+    """-A w / (w + beta), LUFFY's shaping: unlikely tokens keep a gradient.  3 x (B,R) -> (B,R)"""
+    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()
+    return -advantages * ratio / (ratio + beta)
+
+
 LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
 
 
 def grpo_loss(policy, mb, num_tokens, args):
     """-> loss of rows of a minibatch of so many tokens; sums, counts of LOSSES; log-ratios (B,R)"""
-    mask, off = mb["response_mask"].bool(), mb["exp_mask"].bool()
+    mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
     logprobs, entropy = policy(mb)
     known = (logprobs, mb["logprobs"], mb["advantages"])
     on_loss, on_clipped = policy_loss(*known, args.clip_low, args.clip_high, args.clip_c)
     off_loss, off_clipped = policy_loss(*known, args.clip_low, args.off_cliprange_high, args.clip_c)
+    if args.replay_loss == "shape":
+        off_loss = torch.where(replayed, shaped_loss(*known, args.shaping_beta), off_loss)
+        off_clipped = off_clipped * ~replayed
     pg_loss = torch.where(off, off_loss, on_loss)
     if args.method == "sft":  # cross-entropy; the advantage of a success is 1 here
         pg_loss = -mb["advantages"] * logprobs
@@ -1091,14 +1103,16 @@ def main(args: Args) -> dict[str, float]:
         logprobs = old_log_probs
         if args.replay_old_logp == "recorded":
             logprobs = _replace_recorded_old_log_probs(data, logprobs)
+        sampled = torch.zeros_like(mask)  # log-probs of the sampler, which saw the advice
+        sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
+        sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
+        if args.off_old_logp == "behavior":
+            logprobs = torch.where(stripped, sampled, logprobs)
 
         # 11 group advantages, over guided, unguided and replayed members alike
         advantages = group_advantages(data["rewards"], data["group_ids"])[:, None] * mask  # (B,R)
         # A stripped failure weighs pi(y|x) / pi(y|x,advice), at most 1: the push against what only
         # advice made likely would never end, since the logit of an unlikely token can fall for ever.
-        sampled = torch.zeros_like(mask)  # log-probs of the sampler, which saw the advice
-        sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
-        sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
         weights = (old_log_probs - sampled).exp().clamp(max=1.0)
         advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
         if args.method == "sft":

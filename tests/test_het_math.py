@@ -40,6 +40,15 @@ def test_surrogates(advantage, w, high, loss):
     assert clipped.item() == (abs(loss + advantage * w) > 1e-6)
 
 
+def test_shaping():
+    for w, f in ((0.1, 0.5), (1.0, 0.9090909)):
+        assert het.shaped_loss(row(math.log(w)), row(0.0), row(1.0), 0.1).item() == pytest.approx(-f, abs=1e-6)
+    for advantage in (1.0, -2.0):
+        new = row(0.0).requires_grad_()
+        het.shaped_loss(new, row(0.0), row(advantage), 0.1).backward()
+        assert new.grad.item() == pytest.approx(-0.0826446 * advantage, abs=1e-6)
+
+
 def test_k3_and_entropy():
     assert het.k3_kl(row(0.0), row(0.5)).item() == pytest.approx(0.1487213, abs=1e-6)
     logits = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()

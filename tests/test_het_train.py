@@ -146,11 +146,12 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch):
     assert metrics["eval/success_rate"] == metrics["eval/success_unguided"]
 
 
-def test_stripped_samples(tmp_path, monkeypatch):
-    """Old log-probs are pi(y|x): ratio 1 at first. Failures weigh pi(y|x) / pi(y|x,advice)."""
+@pytest.mark.parametrize("old", ["stripped", "behavior"])
+def test_stripped_samples(old, tmp_path, monkeypatch):
+    """Old log-probs are pi(y|x), ratio 1 at first, or the sampler's. Failures weigh pi(y|x) / pi(y|x,advice)."""
     monkeypatch.setattr(torch, "randperm", torch.arange)
     samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
-    options = dict(method="ei", num_minibatches=1, num_iterations=1)
+    options = dict(method="ei", num_minibatches=1, num_iterations=1, off_old_logp=old, off_ratio_limit=1e9)
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     trajectories, data = batches(samples)[0]
     new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
@@ -159,7 +160,8 @@ def test_stripped_samples(tmp_path, monkeypatch):
         trained = data["response_mask"][i].bool()
         sampled, used, now = torch.tensor(t.sampler_logprobs), logprobs[i][trained], new_logprobs[i][trained].detach()
         expected = torch.full((len(sampled),), group[i])
-        torch.testing.assert_close(used, now, atol=1e-5, rtol=0)
+        behaviour = t.injected and old == "behavior"
+        torch.testing.assert_close(used, sampled if behaviour else now, atol=1e-5, rtol=0)
         if t.injected:
             assert not torch.allclose(now, sampled, atol=1e-4)
             if group[i] < 0:
@@ -219,7 +221,7 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = record(monkeypatch, "grpo_loss")
     options = RECORDED | dict(num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5)
-    options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5)
+    options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5, replay_loss="shape", shaping_beta=0.3)
     run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
@@ -231,7 +233,7 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
             high = 0.02 if kind else 0.01
             value = min(w * a, min(max(w, 0.99), 1 + high) * a)
             value = max(value, 1.5 * a) if a < 0 else value
-            total -= value
+            total -= a * w / (w + 0.3) if kind == 2 else value
             kinds[kind] += 1
         assert loss.item() == pytest.approx(total / mb["response_mask"].sum().item(), abs=1e-5)
     assert (kinds > 20).all()
@@ -463,9 +465,7 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
     assert all(states[0][key] == states[1][key] for key in ("manager", "pool", "counters"))
     rows = metrics_without_times(killed)
     assert rows[-1]["replay/trajectories"] > 0 and any(row.get("replay/experience_tasks") for row in rows)
-    assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx(
-        [3e-3 * (1 - i / 6) for i in range(6)]
-    )
+    assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx([3e-3 * (1 - i / 6) for i in range(6)])
 
 
 def test_sigterm_saves_and_ends(tmp_path):
