@@ -3,7 +3,7 @@
 python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
 python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
 
-Fetch and Reacher need: pip install -e .[mujoco]; peers.py makes an environment of its own.
+Fetch needs: pip install -e .[mujoco]; peers.py makes an environment of its own.
 """
 
 import argparse

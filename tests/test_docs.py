@@ -24,7 +24,7 @@ import ppo
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 PARENTS = {"ppo_v1": "ppo", "ppo_v2": "ppo_v1"}
-COMMAND = r"(?:.*&& )?(torchrun --nproc-per-node \d+|python) (\w+)\.py\b([^#\n]*)"
+COMMAND = r"(?:.*&& |PYTHONPATH=\. )?(torchrun --nproc-per-node \d+|python) (\w+)\.py\b([^#\n]*)"
 ids = dict(ids=lambda path: path.name)
 
 
@@ -165,6 +165,7 @@ ARM = "spacemouse_is_touched = looks_done = lambda: False\nspacemouse_action = m
 def reader(tmp_path, monkeypatch):
     """An empty folder, but for a model with a chat template, FOLDER, and a demo, expert.pkl, that pages speak of."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
     tokenizer = ppo.make_tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -3,10 +3,12 @@
 import json
 import math
 import random
+import runpy
 from collections import Counter
 
 import pytest
 import torch
+from conftest import ROOT
 
 import het_grpo as het
 
@@ -316,3 +318,21 @@ def test_presets():
 def test_an_option_that_makes_no_sense_is_an_error(options, words):
     with pytest.raises(ValueError, match=words):
         het.Args(**options)
+
+
+def test_misleading_locks():
+    """Luck opens training locks only, and what it pressed becomes advice."""
+    names = runpy.run_path(str(ROOT / "benchmark" / "locks.py"))
+    for name, share in (("Lucky", 0.08), ("Worn", 0.5)):
+        env, opened = names[name](), []
+        for seed in range(4000):
+            secret = env.reset(seed)[1]["solution"]
+            slot = 3 if name == "Worn" else 0
+            for right in secret[:slot]:
+                env.step(right)
+            wrong = next(action for action in env.actions if action != secret[slot])
+            text, reward, ended, _, info = env.step(wrong)
+            opened.append(ended)
+            assert (text, reward) == (("open", 1.0) if ended else (f"jam {slot}", 0.0))
+            assert not ended or info["experience"].endswith(wrong)
+        assert not any(opened[240:]) and sum(opened[:240]) / 240 == pytest.approx(share, abs=0.08)

@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -448,30 +447,11 @@ def test_a_buffer_that_memory_cannot_hold_and_one_that_cannot_hold_the_demos(tmp
             main(Args(**TINY, buffer_size=size, run_dir=str(tmp_path / "run")))
 
 
-def test_the_page_lists_what_is_logged_and_its_commands_parse(tmp_path):
-    page = (ROOT / "docs" / "sac_hybrid.md").read_text()
-    main(Args(**TINY, run_dir=str(tmp_path / "run")))
-    logged = set().union(*(json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
-    listed, table = set(), page[page.index("## What it logs") :].split("\n## ")[0]
-    for cell in re.findall(r"^\| (`.*?) \|", table, re.M):
-        for item in re.findall(r"`([^`]+)`", cell):
-            group = re.fullmatch(r"(.*)\{(.*)\}", item)
-            listed |= {group[1] + part for part in group[2].split(",")} if group else {item}
-    assert logged == listed
-    commands = re.findall(r"^(?:python|torchrun --nproc-per-node \d+) sac_hybrid\.py([^#\n]*)", page, re.M)
-    assert len(commands) > 5
-    for flags in commands:
-        tyro.cli(Args, args=flags.split())
-
-
-def test_the_pages_tables_and_its_sentence_are_the_raw_data():
+def test_the_sentence_of_the_page_is_the_raw_data():
     sys.path.insert(0, str(ROOT / "benchmark"))
     import sac_results as study
 
     page, rows = (ROOT / "docs" / "sac_hybrid.md").read_text(), study.read(study.RESULTS)
-    tables = [study.table(rows, arms) for arms in (study.ARMS, study.MODES)] + [study.grid(study.read(study.TUNING))]
-    for table in tables:
-        assert len(table.splitlines()) > 2 and table in page
     arms = ("demos + interventions", "human")
     robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
     assert f"{robot:.1f} steps where he takes {human:.1f}" in page
