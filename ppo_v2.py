@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 # --- args ---
 # v2: correction
-CORRECTIONS = Literal["none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
+CORRECTIONS = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
 OLD_NAME = tyro.conf.arg(aliases=["--replay-correction"])
 
 
@@ -128,7 +128,7 @@ class Args:
     log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
     use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
-    correction: Annotated[CORRECTIONS, OLD_NAME] = "decoupled"  # of tokens that an older policy sampled
+    correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # of stale tokens (auto: dppo if they lag, else decoupled)
     correction_limit: float | None = None  # its cap or threshold (None: 2, 4, 0.2, 0.04 from decoupled on)
     # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
@@ -180,6 +180,8 @@ class Args:
         for name in () if self.use_replay_buffer else idle:
             if getattr(self, name) != getattr(Args, name):
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
+        if self.correction == "auto":
+            self.correction = "dppo" if self.rollout_lag else "decoupled"
         if ratio := self.new_samples_ratio:
             self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
 

@@ -10,6 +10,7 @@ log's right answers and learns them by heart: no sampling at all. Accuracy is gr
 
 import argparse
 import csv
+import functools
 import json
 import random
 import statistics
@@ -76,14 +77,21 @@ def supervised(path, seed, rate, steps):
         restore()
 
 
+@functools.cache
+def logged(seed):
+    """What another run wrote, from its first answer to its last."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(folder, seed=200 + seed, num_iterations=80, log_rollouts=True)
+        return [json.loads(line) for line in open(f"{folder}/run/rollouts.jsonl")]
+
+
 def measure(log, arm, setting, seed):
     """-> accuracy at POINTS"""
     with tempfile.TemporaryDirectory() as folder:
         options = dict(seed=seed, num_iterations=POINTS[-1] // TASK["batch_size"])
         path = f"{folder}/log.jsonl"
         if log != "none":
-            train(f"{folder}/other", seed=200 + seed, num_iterations=80, log_rollouts=True)
-            rows = [json.loads(line) for line in open(f"{folder}/other/run/rollouts.jsonl")][: LOGS[log]]
+            rows = logged(seed)[: LOGS[log]]
             if "no log-probs" in arm:
                 rows = [{name: x for name, x in row.items() if name != "logprobs"} for row in rows]
             Path(path).write_text("\n".join(map(json.dumps, rows)))

@@ -536,3 +536,9 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
 def test_m2po_needs_the_whole_minibatch(tmp_path):
     with pytest.raises(SystemExit, match="m2po looks at a whole minibatch"):
         run(ppo_v2, tmp_path / "run", rollout_lag=1, correction="m2po", gradient_accumulation_steps=2)
+
+
+def test_the_default_correction_is_what_the_study_supports():
+    assert ppo_v2.Args(rollout_lag=1).correction == "dppo"
+    assert ppo_v2.Args(use_replay_buffer=True).correction == "decoupled"
+    assert ppo_v2.Args(rollout_lag=1, correction="none").correction == "none"
