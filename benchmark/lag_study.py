@@ -264,7 +264,7 @@ def draw(done, path):
             found.append([done[key]["end"] for key in keys if key in done])
         points = [(i, statistics.mean(x)) for i, x in enumerate(found) if x]
         axes[2].plot(*zip(*points, strict=True), ".-", color=COLOURS[name])
-        labels.append((points[-1][1], points[-1][0], name))
+        labels.append((points[-2][1], points[-2][0] + 0.05, name))  # at the last rate everything is lost
     label(axes[2], labels)
     axes[2].set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
     title = f"lag {TUNING_LAGS[1]}: the learning rate matters\nas much as the correction"

@@ -15,14 +15,14 @@ REPLAY = {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay":
 PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: label}, message, labels of the axes
     ("lag_study.csv", dict(part="fast"), "correction", "lag", "end",
      {name: name for name in ("none", "behaviour", "decoupled", "dppo", "m2po")},
-     "Stale samples: how old is too old\ndepends on the correction", "lag of the sampler, iterations", "accuracy"),
+     "Stale samples at a high learning rate:\nonly a tie to the sampler survives", "lag, iterations", "accuracy"),
     ("replay_study.csv", dict(task="rare"), "arm", "answers", "accuracy", REPLAY,
      "1 answer in 100 is right: replay and\nimitation are sooner than plain PPO", "answers generated", "accuracy"),
     ("replay_study.csv", dict(task="noisy"), "arm", "answers", "accuracy", REPLAY,
      "1 verdict in 10 is wrong:\nimitation copies luck", "answers generated", "accuracy"),
     ("het_study.csv", dict(game="lock"), "arm", "global_step", "unguided",
      {"baseline": "GRPO", "sft": "imitation", "HET": "HET"},
-     "Advice for agents: HET beats GRPO,\nimitation beats both", "rollouts", "success without advice"),
+     "Advice for agents: HET beats GRPO,\nimitation gets there sooner", "rollouts", "success without advice"),
     ("sac_curves.csv", {}, "arm", "global_step", "success_rate",
      {"cloning": "cloning", "HG-DAgger": "HG-DAgger", "demos + interventions": "SAC + human"},
      "A clumsy human: SAC goes beyond,\ncloning cannot", "environment steps", "success"),
@@ -69,7 +69,7 @@ def draw(path):
         axis.set_title(title, fontsize=11)
         axis.set(xlabel=labels[0], ylabel=labels[1])
         axis.grid(alpha=0.3)
-    figure.supxlabel("lines: means over five seeds; bands: their range", fontsize=10)
+    figure.supxlabel("lines: means over five seeds (first panel: three; HET: ten); bands: their range", fontsize=10)
     figure.savefig(path, dpi=80)
 
 
