@@ -146,7 +146,7 @@ def die_while_saving(where):
 @either
 def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_path):
     options = LONG | extra | dict(adaptive_kl=True, kl_target=0.1, kl_horizon=100)
-    options |= dict(rollout_lag=2, log_rollouts=True) if script is ppo_v2 else {}
+    options |= dict(rollout_lag=2, correction="decoupled", log_rollouts=True) if script is ppo_v2 else {}
     run(script, tmp_path / "whole", **options)
     killed, rng = tmp_path / "killed", random.Random(0)
 
