@@ -19,7 +19,7 @@ Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-pad
     python ppo_v2.py --use-replay-buffer                            # sort digits, CPU, 20 seconds
     python ppo_v2.py --use-replay-buffer --min-digits 7 --max-digits 7 \\
         --num-iterations 100 --replay-sample-size 128               # one answer in 1000 is right
-    python ppo_v2.py --rollout-lag 16 --correction dppo             # nothing is fresh
+    python ppo_v2.py --rollout-lag 8 --learning-rate 2e-4 --num-iterations 80    # nothing is fresh
 """
 
 import atexit
