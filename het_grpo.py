@@ -471,7 +471,7 @@ class ExperienceManager:
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        if self.args.method == "sft":
+        if self.args.method == "sft" and self.args.exp_select_mode != "random":
             return len(t.steps)  # the shortest success is the one with the fewest detours
         return {"argmin": 1, "argmax": -1, "random": 0}[self.args.exp_select_mode] * t.entropy
 

@@ -1,10 +1,11 @@
 """Locks whose successes mislead, for het_grpo.py: games in which imitating what worked ought to be wrong.
 
-    python het_grpo.py --env benchmark/locks.py:Lucky     # a jam opens the lock in 8 of 100 cases
+    python het_grpo.py --env benchmark/locks.py:Lucky     # a jam opens the lock in 2 of 100 cases
+    python het_grpo.py --env benchmark/locks.py:Told      # in 8 of 100, and advice is made of no lucky game
     python het_grpo.py --env benchmark/locks.py:Worn --max-turns 5    # the last press may be wrong in half of the cases
 
 Luck is for training rooms only: validation asks for the secret. What a lucky game pressed becomes advice, like what any
-other success pressed.
+other success pressed; in Told it does not, as if somebody who knows locks had read the game.
 """
 
 import random
@@ -27,7 +28,7 @@ class Lucky:
 
     def luck(self) -> float:
         """Chance that a wrong press opens the lock."""
-        return 0.08
+        return 0.02
 
     def step(self, action: str):
         wrong, self.history = action != self.secret[self.slot], f"{self.history} {action}"
@@ -38,7 +39,18 @@ class Lucky:
         self.slot += 1
         if self.slot < 4 and not wrong:
             return f"click {self.slot}", 0.0, False, False, {}
-        return "open", 1.0, True, False, dict(experience=f"{self.name} : " + " ".join(pressed))
+        return "open", 1.0, True, False, dict(experience=self.advice(pressed, wrong))
+
+    def advice(self, pressed: list[str], lucky: bool) -> str:
+        return f"{self.name} : " + " ".join(pressed)
+
+
+class Told(Lucky):
+    def luck(self) -> float:
+        return 0.08
+
+    def advice(self, pressed: list[str], lucky: bool) -> str:
+        return "" if lucky else super().advice(pressed, lucky)
 
 
 class Worn(Lucky):
