@@ -1097,7 +1097,9 @@ def main(args: Args) -> dict[str, float]:
     if args.test == "quick":  # demos, a short run, its model
         short = dict(max_steps=60, training_starts=20, eval_episodes=2, report_episodes=2, test=None)
         with tempfile.TemporaryDirectory() as folder:
-            return main(replace(args, **short, run_dir=f"{folder}/run"))
+            metrics = main(replace(args, **short, run_dir=f"{folder}/run"))
+        print("everything runs; 60 steps teach nothing yet")
+        return metrics
     if args.create_data or args.test == "full":
         args = replace(args, **create_data(args))
         if args.create_data:
@@ -1230,7 +1232,7 @@ def main(args: Args) -> dict[str, float]:
                 run.log({"global_step": step} | row)
                 metrics |= run.rows[-1]
             shown = [f"{k.split('/')[1]} {metrics[k]:.3g}" for k in WATCHED if metrics.get(k) is not None]
-            run.status(" ".join(shown), step)
+            run.status(" ".join(shown) or "collecting", step)
 
             # 5 save, before the actor may go on: the checkpoint is of one moment
             if step % args.save_every == 0:

@@ -41,12 +41,13 @@ GAMES = {  # the pool grows with every iteration
     "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
     "five turns": dict(updated_freq=1, max_turns=5),
     "lucky": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),
+    "luckier": dict(updated_freq=1, env=f"{HERE}/locks.py:Luckier"),
     "told": dict(updated_freq=1, env=f"{HERE}/locks.py:Told"),
     "worn": dict(updated_freq=1, env=f"{HERE}/locks.py:Worn", max_turns=5),
 }
 REPORTED = {"lock": "twelve locks, seven turns", "lake": "twelve frozen lakes, ten turns"}
 SETTINGS = {"2e-3 x 1": (2e-3, 1), "1e-3 x 1": (1e-3, 1), "1e-3 x 2": (1e-3, 2)}  # learning rate x epochs
-CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1), "sft, newest": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
+CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1), "sft, newest": (1e-3, 1)}  # others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
     "baseline": dict(method="baseline"),
@@ -60,6 +61,7 @@ ARMS = {
     "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
+    "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
 MAIN = list(ARMS)[:7]

@@ -1,6 +1,7 @@
 """Locks whose successes mislead, for het_grpo.py: games in which imitating what worked ought to be wrong.
 
     python het_grpo.py --env benchmark/locks.py:Lucky     # a jam opens the lock in 2 of 100 cases
+    python het_grpo.py --env benchmark/locks.py:Luckier   # in 4 of 100
     python het_grpo.py --env benchmark/locks.py:Told      # in 8 of 100, and advice is made of no lucky game
     python het_grpo.py --env benchmark/locks.py:Worn --max-turns 5    # the last press may be wrong in half of the cases
 
@@ -43,6 +44,11 @@ class Lucky:
 
     def advice(self, pressed: list[str], lucky: bool) -> str:
         return f"{self.name} : " + " ".join(pressed)
+
+
+class Luckier(Lucky):
+    def luck(self) -> float:
+        return 0.04
 
 
 class Told(Lucky):
