@@ -53,7 +53,7 @@ from tqdm import tqdm
 # --- args ---
 # v2: correction
 CORRECTIONS = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
-OLD_NAME = tyro.conf.arg(aliases=["--replay-correction"])
+OLD_NAME, OLD_CAP = (tyro.conf.arg(aliases=[f"--replay-{x}"]) for x in ("correction", "is-cap"))
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Args:
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
     use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
     correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # of stale tokens (auto: dppo if they lag, else decoupled)
-    correction_limit: float | None = None  # its cap or threshold (None: 2, 4, 0.2, 0.04 from decoupled on)
+    correction_limit: Annotated[float | None, OLD_CAP] = None  # its cap (None: 2, 4, 0.2, 0.04 from decoupled on)
     # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn

@@ -45,7 +45,7 @@ PARTS = {  # part: task, lags, options
     "tuning": ("default", TUNING_LAGS, LAGGED),
     "study": ("default", LAGS, LAGGED),
     "fast": ("default", (0, 2, 8, 32), LAGGED),  # all at one learning rate, three times the best of most
-    "rare": ("rare", (0, 4, 16, 64), LAGGED),
+    "rare": ("rare", (0, 8, 32), LAGGED),
     "whitened": ("default", (16,), LAGGED | dict(norm_adv=True)),
     "replay tuning": ("rare", (0,), REPLAY | dict(num_iterations=80)),
     "replay": ("rare", (0,), REPLAY | dict(num_iterations=80)),
