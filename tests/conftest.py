@@ -2,13 +2,16 @@
 
 import atexit
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +21,7 @@ os.environ["WANDB_MODE"] = "offline"  # a test that tracks must never need an ac
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -39,8 +43,10 @@ SCRIPTS = [*LM_SCRIPTS, "het_grpo", "sac_hybrid", "wsrl_warmup"]  # a reader's o
 TINY_LM = dict(sft_steps=2, batch_size=8, num_minibatches=2, eval_size=8, num_iterations=3, eval_every=2)
 TINY_LM |= dict(update_epochs=2, device="cpu", task=f"jsonl:{small_task()}")
 TINY_LM |= dict(reward_fn=f"{ROOT / 'tests' / 'rewards.py'}:digits")
+REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8)
 
 
+# --- running ---
 def run(script, folder, **options):
     """main() of a language-model script on the tiny task -> its last metrics; no picture, which costs half the time"""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -63,6 +69,51 @@ def run_script(tmp_path):
     return start
 
 
+def spy(monkeypatch, owner, name):
+    """-> list that fills with (arguments, result) of every call of a function"""
+    calls, real = [], getattr(owner, name)
+
+    def wrapped(*args, **kwargs):
+        result = real(*args, **kwargs)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+    return calls
+
+
+def forked(*calls):
+    """Run calls in processes that start with torch imported. -> processes, started"""
+
+    def target(call):
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+        tqdm.set_lock(threading.RLock())  # the usual one is shared: a child killed in it would hold it for good
+        call()
+
+    processes = [multiprocessing.get_context("fork").Process(target=target, args=(call,)) for call in calls]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def two_ranks(call):
+    """call(rank) in two forked processes, as torchrun would start them. -> exit codes"""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]))
+
+    def start(rank):
+        os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        call(rank)
+
+    ranks = forked(lambda: start(0), lambda: start(1))
+    for process in ranks:
+        process.join(200)
+        process.kill()
+    return [process.exitcode for process in ranks]
+
+
+# --- comparing ---
 def metrics_without_times(run_dir):
     """metrics.jsonl as a list of rows, less what no two runs share."""
     rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
@@ -75,9 +126,20 @@ def weights(run_dir, name="final_model"):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    """Two state dicts: every tensor, bit for bit."""
+    tensors = [{key: value for key, value in x.items() if torch.is_tensor(value)} for x in (a, b)]
+    return a.keys() == b.keys() and all(torch.equal(x, tensors[1][key]) for key, x in tensors[0].items())
 
 
 def assert_same_run(a, b):
     assert metrics_without_times(a) == metrics_without_times(b)
     assert same(weights(a), weights(b))
+
+
+def assert_nearly_the_same(one, two):
+    """Metrics and weights of two runs, up to the order of sums."""
+    for a, b in zip(metrics_without_times(one), metrics_without_times(two), strict=True):
+        assert a == pytest.approx(b, rel=2e-3, abs=1e-4)
+    expected = weights(one)
+    for key, value in weights(two).items():
+        torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=1e-3)

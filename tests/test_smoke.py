@@ -12,14 +12,21 @@ from dataclasses import fields
 import pytest
 import torch
 import tyro
-from conftest import LM_SCRIPTS, ROOT, SCRIPTS, TINY_LM, metrics_without_times, run, same, weights
-from test_v1 import assert_nearly_the_same
+from conftest import (
+    LM_SCRIPTS,
+    REPLAY,
+    ROOT,
+    SCRIPTS,
+    TINY_LM,
+    assert_nearly_the_same,
+    metrics_without_times,
+    run,
+    same,
+    weights,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_v2
-
-every_script = pytest.mark.parametrize("name", LM_SCRIPTS)
-REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8)
 
 
 def flags(**options):
@@ -30,12 +37,11 @@ def flags(**options):
     return words
 
 
-@every_script
-def test_main_trains_and_fills_the_run_folder(name, tmp_path):
-    script = importlib.import_module(name)
+@pytest.mark.parametrize("name", LM_SCRIPTS)
+def test_main_trains_and_fills_a_folder_that_no_other_run_overwrites(name, tmp_path):
+    script, folder = importlib.import_module(name), tmp_path / "run"
     options = TINY_LM | (REPLAY if name == "ppo_v2" else {})
-    metrics = script.main(script.Args(**options, run_dir=str(tmp_path / "run")))
-    folder = tmp_path / "run"
+    metrics = script.main(script.Args(**options, run_dir=str(folder)))
     assert all(math.isfinite(value) for value in metrics.values())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["global_step"] for row in rows] == [0, 8, 16, 24] and all("time" in row for row in rows)
@@ -45,10 +51,14 @@ def test_main_trains_and_fills_the_run_folder(name, tmp_path):
     assert config["batch_size"] == 8 and config["torch"] == torch.__version__ and config["argv"]
     assert json.loads((folder / "summary.json").read_text())["eval/score"] == rows[-1]["eval/score"]
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG" and (folder / "curves.png").stat().st_size > 20_000
-    run(script, tmp_path / "other", num_iterations=1)
-    assert not same(weights(folder), weights(tmp_path / "other"))
     assert AutoModelForCausalLM.from_pretrained(folder / "final_model").config.hidden_size == 64
     assert AutoTokenizer.from_pretrained(folder / "final_model")("12=").input_ids
+    run(script, tmp_path / "other", num_iterations=1)
+    assert not same(weights(folder), weights(tmp_path / "other"))
+    before = metrics_without_times(folder)
+    with pytest.raises(FileExistsError, match="run"):
+        run(script, folder, num_iterations=1, seed=2)
+    assert metrics_without_times(folder) == before
 
 
 @pytest.mark.parametrize("name, last", [("ppo", ""), ("ppo_v2", r" BUF:\d+ EFF:\d\.\dx")])
@@ -91,27 +101,31 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
         assert f"--{field.name.replace('_', '-')}" in shown and text in shown, field.name
 
 
-@every_script
-@pytest.mark.parametrize(
-    "flag, value",
-    [("--temperature", "0"), ("--learning-rate", "nan"), ("--gae-lambda", "1.5"), ("--kl-coef", "-0.1"),
-     ("--num-minibatches", "3"), ("--max-digits", "2"), ("--task", "sotr"), ("--task", "jsonl:/no/such/file"),
-     ("--learning-rate", "fast"), ("--no-such-flag", "1"), ("--batch-size", "0")],
-)  # fmt: skip
-def test_a_bad_value_exits_with_2_and_writes_nothing(name, flag, value, capsys, tmp_path, monkeypatch):
+LM_BAD = """--temperature 0 | --learning-rate nan | --gae-lambda 1.5 | --kl-coef -0.1 | --num-minibatches 3
+    --max-digits 2 | --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
+BAD = {  # flags that make no sense, options that would be ignored among them; the last is named, by its last word
+    "ppo": LM_BAD,
+    "ppo_v1": LM_BAD + " | --resume",
+    "ppo_v2": LM_BAD + " | --replay-buffer-size 700 | --priority-age-tau None | --correction dppo",
+    "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --num-families 25
+        --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard
+        --method baseline --train-rollout-expmode all | --method ei --train-sample-keepratio 0.5
+        --method het --no-enable | --method baseline --experience-pool x | --method sft --use-experience-replay
+        --num-rooms 2 --num-tasks 25 | --group-size 4 --offpolicy-trajectories-per-task 4
+        --experience-rbound 3 --experience-lbound 5""",
+    "sac_hybrid": """--lr 0 | --max-steps 0 | --tau 1.5 | --seed -1 | --gamma nan | --resume
+        --num-critics 1 --num-sampled-critics 2 | --num-demos 0 --algorithm bc | --env-id Pendulum-v1 --human expert""",
+    "wsrl_warmup": """--offline-decay-rate 1.5 | --batch-size 0 | --preset nonsense | --lr nan | --resume
+        --retention-ratio 0 --min-offline-ratio 0.5 | --initial-offline-ratio 0.5 --min-offline-ratio 0.9
+        --stage offline | --learner --checkpoint-path absent | --preset scratch --offline-data a.npz""",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_bad_value_exits_with_2_names_the_option_and_writes_nothing(name, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
-        tyro.cli(importlib.import_module(name).Args, args=[flag, value])
-    assert stop.value.code == 2 and not list(tmp_path.iterdir())
-    shown = capsys.readouterr().err.replace("_", "-")
-    assert flag in shown
-
-
-@every_script
-def test_a_folder_that_holds_a_run_is_refused(name, tmp_path):
-    script = importlib.import_module(name)
-    run(script, tmp_path / "run", num_iterations=1)
-    rows = metrics_without_times(tmp_path / "run")
-    with pytest.raises(FileExistsError, match="run"):
-        run(script, tmp_path / "run", num_iterations=1, seed=2)
-    assert metrics_without_times(tmp_path / "run") == rows
+    for case in re.split(r"[|\n]", BAD[name] + "| --no-such-flag 1"):
+        with pytest.raises(SystemExit) as stop:
+            tyro.cli(importlib.import_module(name).Args, args=case.split())
+        assert stop.value.code == 2 and not list(tmp_path.iterdir()), case
+        assert re.findall(r"--[\w-]*?(\w+)(?= |$)", case)[-1] in capsys.readouterr().err.replace("_", "-"), case
