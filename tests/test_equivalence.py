@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from conftest import assert_same_run, metrics_without_times, run, same, weights
+from conftest import REPLAY, assert_same_run, metrics_without_times, run, same, weights
 
 import ppo
 import ppo_v1
 import ppo_v2
 
-REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8)
 PLAIN = [{}, dict(separate_critic=True, norm_adv=True, ent_coef=0.01, kl_coef=0.0, temperature=0.8, seed=2)]
 EXTRAS = dict(gradient_accumulation_steps=2, lr_scheduler_type="cosine", warmup_steps=1, adaptive_kl=True)
-EXTRAS |= dict(
-    clip_coef_high=0.3, dual_clip=3.0, target_kl=0.05, kl_target=0.1, early_stopping_patience=9, save_every=1
-)
+EXTRAS |= dict(clip_coef_high=0.3, dual_clip=3.0, target_kl=0.05, kl_target=0.1, early_stopping_patience=9)
 
 
 @pytest.mark.parametrize("options", PLAIN)

@@ -5,6 +5,7 @@ import torch
 import transformers
 from conftest import run, same, weights
 from torch import tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import ppo
 
@@ -46,12 +47,9 @@ def make_policy(kind, eos_ids=(1,), temperature=1.0, separate_critic=False):
 
 def pad(rows, side):
     """-> ids padded with 1, an EOS as in many real tokenizers, and mask"""
-    width, ids, mask = max(map(len, rows)), [], []
-    for row in rows:
-        gap = width - len(row)
-        ids.append([1] * gap + row if side == "left" else row + [1] * gap)
-        mask.append([0] * gap + [1] * len(row) if side == "left" else [1] * len(row) + [0] * gap)
-    return tensor(ids), tensor(mask)
+    rows = [tensor(row) for row in rows]
+    ids = pad_sequence(rows, batch_first=True, padding_value=1, padding_side=side)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
 
 
 def make_rows(prompts, responses):
@@ -83,27 +81,20 @@ def test_other_models_train_on_the_log_probs_they_were_sampled_with(kind, tmp_pa
 
 
 @kinds
-def test_left_padding_changes_nothing(kind):
-    policy = make_policy(kind, temperature=0.7)
-    prompts, responses = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2]], [[11, 12, 1], [13, 1]]
-    together = policy(make_rows(prompts, responses))
-    for i in range(2):
-        alone = policy(make_rows(prompts[i : i + 1], responses[i : i + 1]))
-        for whole, single in zip(together, alone, strict=True):
-            torch.testing.assert_close(whole[i : i + 1, : len(responses[i])], single, **near)
-            assert (whole[i, len(responses[i]) :] == 0).all()
-
-
-@kinds
-def test_logprobs_are_those_of_the_model(kind):
-    """Against the model's own logits on the bare sequence, one position at a time."""
+def test_outputs_are_those_of_the_model_without_padding(kind):
+    """Against its own logits and hidden states on the bare sequence: of each token, where it is predicted."""
     policy = make_policy(kind, temperature=0.5)
-    prompt, response = [5, 6, 7], [11, 12, 1]
-    logprobs, entropy, _ = policy(make_rows([prompt], [response]))
-    logits = policy.lm(tensor([prompt + response])).logits[0] / 0.5
-    distribution = torch.distributions.Categorical(logits=logits[len(prompt) - 1 : -1])
-    torch.testing.assert_close(logprobs[0], distribution.log_prob(tensor(response)), **near)
-    torch.testing.assert_close(entropy[0], distribution.entropy(), **near)
+    prompts, responses = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2]], [[11, 12, 1], [13, 1]]
+    found = policy(make_rows(prompts, responses))
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        bare = policy.lm(tensor([prompt + response]), output_hidden_states=True)
+        places = slice(len(prompt) - 1, -1)
+        distribution = torch.distributions.Categorical(logits=bare.logits[0, places] / 0.5)
+        values = policy.value_head(bare.hidden_states[-1][0, places]).squeeze(-1)
+        expected = distribution.log_prob(tensor(response)), distribution.entropy(), values
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x[i, : len(response)], y, **near)
+            assert (x[i, len(response) :] == 0).all()
 
 
 @kinds
@@ -150,15 +141,13 @@ def test_mask_ends_with_the_first_eos_whichever_it_is():
 
 def test_of_a_generation_config_only_the_eos_ids_are_used(tmp_path):
     drawn = []
-    for leaky in (False, True):
-        lm, tokenizer = make_lm("llama"), ppo.make_tiny_tokenizer()
-        lm.generation_config.eos_token_id = [1, 40]
-        if leaky:
-            lm.generation_config.update(top_k=1, do_sample=True, repetition_penalty=5.0, temperature=0.1)
-        for part in (lm, tokenizer):
-            part.save_pretrained(tmp_path / str(leaky))
-        lm, _, eos_ids = ppo.load_lm(ppo.Args(model_name=str(tmp_path / str(leaky))))
-        assert eos_ids.tolist() == [1, 40] and (lm.generation_config.top_k == 1) == leaky
+    for own in ({}, dict(top_k=1, do_sample=True, repetition_penalty=5.0, temperature=0.1)):
+        lm, folder = make_lm("llama"), tmp_path / str(len(own))
+        lm.generation_config.update(eos_token_id=[1, 40], **own)
+        for part in (lm, ppo.make_tiny_tokenizer()):
+            part.save_pretrained(folder)
+        lm, _, eos_ids = ppo.load_lm(ppo.Args(model_name=str(folder)))
+        assert eos_ids.tolist() == [1, 40]
         uniforms = torch.rand(16, 8, generator=torch.Generator().manual_seed(0))
         policy = ppo.PolicyWithValue(lm, eos_ids, 1.0)
         drawn.append(ppo.generate(policy, *pad([[5, 6, 7]] * 16, "left"), 8, uniforms)["response_ids"])
@@ -173,23 +162,9 @@ def test_lm_head_sees_response_positions_only(kind):
     assert [tuple(shape) for shape in seen] == [(2, 3, 32)]
 
 
-def test_value_is_read_where_the_token_is_predicted():
-    """Changing a response token must not change the value of the state in which it was chosen, only later ones."""
-    policy = make_policy("llama")
-    a, b = (policy(make_rows([[5, 6]], [response]))[2][0] for response in ([7, 8, 9], [7, 30, 9]))
-    assert torch.equal(a[:2], b[:2]) and a[2] != b[2]
-
-
 def test_separate_critic_starts_from_the_trunk_and_leaves_the_policy_alone():
     policy = make_policy("llama", separate_critic=True)
     assert same(policy.critic.state_dict(), policy.lm.base_model.state_dict())
     policy(make_rows([[5, 6]], [[7, 8, 9]]))[2].sum().backward()
     assert all(parameter.grad is None for parameter in policy.lm.parameters())
     assert any(parameter.grad.abs().sum() > 0 for parameter in policy.critic.parameters() if parameter.grad is not None)
-
-
-def test_tiny_tokenizer_round_trips(tmp_path):
-    text, tokenizer = '3142= {x} "quoted" ~', ppo.make_tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    for each in (tokenizer, transformers.AutoTokenizer.from_pretrained(tmp_path)):
-        assert each.decode(each(text).input_ids) == text and len(each(text).input_ids) == len(text)

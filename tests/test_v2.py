@@ -37,8 +37,6 @@ def frequencies(buffer, iteration=2, draws=4000):
 
 
 # --- which are drawn ---
-
-
 def test_priorities_are_mean_gains_or_mean_sizes():
     advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1.0, 1, 1], [1, 1, 0]])
     for kind, expected in (("positive", [1 + 1e-6, 1e-6]), ("all", [7 / 3 + 1e-6, 3 + 1e-6])):
@@ -80,14 +78,12 @@ def test_weights_of_prioritized_draws_by_hand():
 
 
 # --- how long they stay ---
-
-
 def test_the_old_and_the_often_drawn_go_then_the_oldest():
     buffer = filled([1, 2, 3, 4, 5, 6], [0, 4, 3, 0, 0, 0])
     stats = dict(buffer_size=6, avg_reuse_count=7 / 6, max_reuse_count=4, avg_age=2.5, oldest_sample=1)
     assert buffer.buffer_stats(6) == pytest.approx(stats)
     for iteration, size, left in ((5, 9, [1, 3, 4, 5, 6]), (6, 9, [3, 4, 5, 6]), (6, 3, [4, 5, 6])):
-        limits = dict(staleness_threshold=4, max_replay_reuse=4, replay_buffer_size=size)
+        limits = dict(staleness_threshold=4, max_replay_reuse=4, replay_buffer_size=size, min_replay_size=1)
         buffer.args = ppo_v2.Args(use_replay_buffer=True, **limits)
         buffer.evict(iteration)
         assert [sample["birth"] for sample in buffer.samples] == left
@@ -176,8 +172,6 @@ def test_a_fresh_token_has_the_parents_loss():
 
 
 # --- through the training step ---
-
-
 def minibatches(monkeypatch):
     """-> list that main() fills with the rows and the numbers of each optimizer step"""
     seen, real = [], ppo_v2.ppo_loss
@@ -363,23 +357,16 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
     assert max(counts.values()) == max_reuse and efficiency == 1 + counts.total() / (4 * 60)
 
 
-def test_the_kl_of_the_last_update_reaches_the_buffer(tmp_path, monkeypatch):
+def test_over_a_run_the_buffer_grows_beta_rises_and_the_kl_of_the_last_update_is_known(tmp_path, monkeypatch):
     real, seen = ppo_v2.ReplayBuffer.draw, []
     monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", lambda self, i: (seen.append(self.last_kl), real(self, i))[1])
-    run(ppo_v2, tmp_path / "run", **LONG, adaptive_reuse=True)
-    kl = [row.get("losses/approx_kl", 0.0) for row in metrics_without_times(tmp_path / "run")]
-    assert seen == kl[:5] and min(kl[1:]) > 0
-
-
-def test_the_buffer_grows(tmp_path):
-    run(ppo_v2, tmp_path / "run", **LONG, replay_start_size=10, replay_grow_iteration=4, replay_buffer_size=20)
-    assert [row["buffer_size"] for row in metrics_without_times(tmp_path / "run")[1:]] == [8, 10, 10, 18, 20]
-
-
-def test_beta_rises_after_each_draw(tmp_path):
-    run(ppo_v2, tmp_path / "run", **LONG, priority_beta=0.99, priority_beta_increment=0.004)
-    betas = [row.get("replay/beta") for row in metrics_without_times(tmp_path / "run")[1:]]
-    assert betas == [None, *map(pytest.approx, (0.99, 0.994, 0.998, 1.0))]
+    sizes = dict(replay_start_size=10, replay_grow_iteration=4, replay_buffer_size=20)
+    run(ppo_v2, tmp_path / "run", **LONG, **sizes, priority_beta=0.99, priority_beta_increment=0.004)
+    rows = metrics_without_times(tmp_path / "run")[1:]
+    assert [row["buffer_size"] for row in rows] == [8, 10, 10, 18, 20]
+    assert [row.get("replay/beta") for row in rows] == [None, *map(pytest.approx, (0.99, 0.994, 0.998, 1.0))]
+    kl = [row["losses/approx_kl"] for row in rows]
+    assert seen == [0.0, *kl[:4]] and min(kl) > 0
 
 
 @pytest.mark.parametrize("kind, moves", [("positive", False), ("all", True)])
