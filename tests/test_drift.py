@@ -93,10 +93,3 @@ def test_shared_options_have_one_type_and_one_doc():
             family = path.name[:3] if name in OTHER_UNITS else ""
             seen[name, family][meaning].append(path.name)
     assert not {name: dict(v) for name, v in seen.items() if len(v) > 1}
-
-
-def test_the_guard_can_fail(tmp_path, monkeypatch):
-    for name, body in (("a.py", "1"), ("b.py", "2")):
-        (tmp_path / name).write_text(f"def same():\n    return {body}\n")
-    monkeypatch.setattr("test_drift.SCRIPTS", sorted(tmp_path.glob("*.py")))
-    assert len(blocks()["same"]) == 2

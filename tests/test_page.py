@@ -67,17 +67,6 @@ def test_every_change_is_shown_under_its_marker(page, parent, child):
         assert marked and marked <= {int(n) for n in re.findall(r'class="line add"><s>(\d+)', part)}, marker
 
 
-@pytest.mark.parametrize("child", [child for _, child in CHILDREN])
-def test_ideas_come_first_and_imports_are_folded(page, child):
-    text = section(page, child)
-    unfolded = re.sub(r"<details.*?</details>", "", text, flags=re.S)
-    added = re.findall(r'class="line add"><s>\d+</s>(.*?)(?=<span class="line|</pre>)', unfolded)
-    added = [re.sub(r"<[^>]+>", "", line) for line in added]
-    assert len(added) > 100 and not [line for line in added if line.startswith(("import ", "from "))]
-    places = re.findall(r"<p class=where><a [^>]*>(\w+), line", unfolded.split("<h3")[1])
-    assert places[0] != "Args" and {"Args", "constants"} & set(places[-3:]), "options come after what they steer"
-
-
 def test_a_block_that_two_scripts_share_is_shown_once(page):
     assert page.count("<s>") < 12_000
     assert "Word for word as in sac_hybrid.py:" in section(page, "wsrl_warmup.py")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import run
+from conftest import run, spy
 
 import ppo
 import ppo_v1
@@ -29,44 +29,39 @@ def test_the_warm_start_teaches_the_form_and_not_the_order():
     args = ppo.Args(min_digits=2, max_digits=2, sft_steps=60)
     lm, tokenizer, eos_ids = ppo.load_lm(args)
     train, held_out, verifier = ppo.make_task(args, tokenizer)
-    texts, real = [], tokenizer.__class__.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer.__class__, "__call__", lambda self, x, **k: texts.extend(x) or real(self, x, **k))
+        calls = spy(patch, tokenizer.__class__, "__call__")
         ppo.warm_start(lm, train, tokenizer, args)
-    halves = [text.removesuffix("<eos>").split("=") for text in texts]
+    halves = [text.removesuffix("<eos>").split("=") for (_, texts), _ in calls for text in texts]
     assert len(halves) == 60 * 64 and all(sorted(question) == sorted(answer) for question, answer in halves)
-    different = [answer == "".join(sorted(answer)) for _, answer in halves if len(set(answer)) == 2]
-    assert sum(different) / len(different) == pytest.approx(0.5, abs=0.05)
-    policy = ppo.PolicyWithValue(lm, eos_ids, 1.0)
-    rows = ppo.rollout(policy, held_out, tokenizer, verifier, args)
+    in_order = [answer == "".join(sorted(answer)) for _, answer in halves if len(set(answer)) == 2]
+    assert sum(in_order) / len(in_order) == pytest.approx(0.5, abs=0.05)
+    rows = ppo.rollout(ppo.PolicyWithValue(lm, eos_ids, 1.0), held_out, tokenizer, verifier, args)
     assert rows["ended"].mean() > 0.9 and rows["response_mask"].sum(1).float().mean() == pytest.approx(3, abs=0.3)
 
 
 def write(folder, *rows):
-    path = folder / "data.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
+    """A line separator inside a string, carriage returns between lines."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "data.jsonl").write_text("\r\n".join(lines), encoding="utf-8", newline="")
+    return str(folder / "data.jsonl")
 
 
 def test_jsonl_columns_and_split(tmp_path):
-    rows = [{"prompt": f"p{i}", "answer": i} for i in range(10)] + ["", "   "]
+    rows = [{"prompt": f"p\u2028{i}", "answer": i} for i in range(10)] + ["", "   "]
     rows += [{"question": f"q{i}", "answer": f"so #### {i}"} for i in range(10)]
     rows += [{"problem": f"r{i}", "solution": f"2 gives \\boxed{{2}}, so \\boxed{{{i}}}."} for i in range(10)] + [""]
     train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), TOKENIZER)
     assert len(held_out) == 3 and len(train) == 27
-    assert {prompt for prompt, _ in train + held_out} == {f"{c}{i}" for c in "pqr" for i in range(10)}
-    assert all(answer == prompt[1:] for prompt, answer in train + held_out)
+    assert {prompt for prompt, _ in train + held_out} == {f"{c}{i}" for c in ("p\u2028", "q", "r") for i in range(10)}
+    assert all(answer == prompt[-1] for prompt, answer in train + held_out)
 
 
 def test_every_prompt_comes_once_per_pass_in_a_new_order(tmp_path, monkeypatch):
     path = write(tmp_path, *[{"prompt": f"p{i}", "answer": i} for i in range(10)])
-    seen, real = [], ppo.rollout
-    monkeypatch.setattr(
-        ppo, "rollout", lambda p, x, *rest: seen.append([prompt for prompt, _ in x]) or real(p, x, *rest)
-    )
-    options = dict(batch_size=9, num_minibatches=1, num_iterations=2, eval_every=9)
-    run(ppo, tmp_path / "run", task=f"jsonl:{path}", **options)
-    start, first, second, end = seen
+    calls, options = spy(monkeypatch, ppo, "rollout"), dict(batch_size=9, num_minibatches=1, num_iterations=2)
+    run(ppo, tmp_path / "run", task=f"jsonl:{path}", **options, eval_every=9)
+    start, first, second, _ = ([prompt for prompt, _ in args[1]] for args, _ in calls)
     assert sorted(first) == sorted(second) == sorted({f"p{i}" for i in range(10)} - set(start)) and first != second
 
 
@@ -79,14 +74,6 @@ def test_jsonl_errors_name_the_line(bad, tmp_path):
     with pytest.raises(SystemExit, match=r"data.jsonl: line 3 must be JSON with a prompt and an answer$"):
         run(ppo, tmp_path / "run", task=f"jsonl:{path}")
     assert not (tmp_path / "run").exists()
-
-
-def test_jsonl_lines_end_where_json_says(tmp_path):
-    """A line separator inside a string, carriage returns between lines."""
-    row = {"problem": "half of one?\u2028", "solution": "so \\boxed{\\frac{1}{2}}."}
-    path = tmp_path / "data.jsonl"
-    path.write_text("\r\n".join([json.dumps(row, ensure_ascii=False)] * 3), encoding="utf-8", newline="")
-    assert ppo.read_jsonl(str(path), ppo.to_pair, "") == [(row["problem"], "\\frac{1}{2}")] * 3
 
 
 def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
@@ -121,22 +108,6 @@ def scores_of(scorer=None, **options):
     return rows["scores"], rows["ended"]
 
 
-def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty():
-    right = lambda prompts, responses, answers: [1.0] * len(prompts)  # noqa: E731
-    scores, ended = scores_of(right, missing_eos_penalty=0.25)
-    assert torch.equal(scores, ended - 0.25 * (1 - ended))
-    scores, ended = scores_of(right, missing_eos_penalty=0.25, reward_fn="mine.py:right")  # decides for itself
-    assert torch.equal(scores, 1 - 0.25 * (1 - ended))
-
-
-def test_a_reward_function_sees_prompts_texts_without_eos_and_answers():
-    seen = []
-    scores_of(lambda *columns: seen.append(columns) or [0.0] * 64)
-    prompts, responses, answers = seen[0]
-    assert prompts == ["21="] * 64 and answers == ["12"] * 64 and len(set(responses)) > 32
-    assert all(isinstance(text, str) and "<" + "eos>" not in text for text in responses)
-
-
 @pytest.mark.parametrize("body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"])
 def test_a_reward_function_that_gives_no_numbers_ends_with_a_sentence(body, tmp_path):
     (tmp_path / "reward.py").write_text(f"def mine(prompts, responses, answers):\n    return {body}\n")
@@ -144,31 +115,24 @@ def test_a_reward_function_that_gives_no_numbers_ends_with_a_sentence(body, tmp_
         run(ppo_v1, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
 
 
-def reward_model(folder, num_labels):
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
-    config = transformers.LlamaConfig(vocab_size=98, pad_token_id=0, num_labels=num_labels, **sizes)
-    model = transformers.LlamaForSequenceClassification(config).eval()
-    for part in (model, TOKENIZER):
-        part.save_pretrained(folder)
-    return model
-
-
 def test_a_reward_model_scores_prompt_and_response(tmp_path):
-    """Against its own trunk and head, read at the last token of each text."""
-    model = reward_model(tmp_path / "judge", num_labels=1)
-    scorer = ppo.make_scorer(ppo.Args(reward_model_name=str(tmp_path / "judge")), None, "cpu")
-    scores = scorer(["ab", "a"], ["c", "longer text"], ["", ""])
+    """Against its own trunk and head, read at the last token of each text; one of two labels is refused."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    for labels in (2, 1):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(vocab_size=98, pad_token_id=0, num_labels=labels, **sizes)
+        model, judge = transformers.LlamaForSequenceClassification(config).eval(), str(tmp_path / f"{labels}")
+        for part in (model, TOKENIZER):
+            part.save_pretrained(judge)
+        if labels == 2:
+            with pytest.raises(SystemExit, match=r"--reward-model-name .*: it has more than one label"):
+                run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=judge)
+    scores = ppo.make_scorer(ppo.Args(reward_model_name=judge), None, "cpu")(
+        ["ab", "a"], ["c", "longer text"], ["", ""]
+    )
     ids = [TOKENIZER(text, return_tensors="pt").input_ids for text in ("abc", "alonger text")]
     expected = [model.score(model.model(row).last_hidden_state[0, -1]).item() for row in ids]
     assert scores == pytest.approx(expected, abs=1e-6) and scores[0] != scores[1]
-    run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=str(tmp_path / "judge"), num_iterations=1)
-
-
-def test_a_reward_model_with_two_labels_is_refused(tmp_path):
-    reward_model(tmp_path / "judge", num_labels=2)
-    with pytest.raises(SystemExit, match=r"--reward-model-name .*: it has more than one label"):
-        run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=str(tmp_path / "judge"))
 
 
 def test_a_chat_template_wraps_the_prompt():
