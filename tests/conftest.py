@@ -75,7 +75,7 @@ def spy(monkeypatch, owner, name):
 
     def wrapped(*args, **kwargs):
         result = real(*args, **kwargs)
-        calls.append((args, result))
+        calls.append(((*args, *kwargs.values()), result))
         return result
 
     monkeypatch.setattr(owner, name, wrapped)

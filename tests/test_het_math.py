@@ -1,14 +1,12 @@
-"""het_grpo.py: every number of the spec by hand, the pool, the memory, the options. Functions come from the script."""
+"""het_grpo.py: every number of the spec by hand, the pool, the memory, the presets."""
 
 import json
 import math
 import random
-import runpy
 from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT
 
 import het_grpo as het
 
@@ -31,17 +29,6 @@ def test_shares():
 
 
 # --- losses ---
-@pytest.mark.parametrize(
-    "advantage, w, high, loss",
-    [(1, 1.5, 0.28, -1.28), (1, 1.5, 0.6, -1.5), (-1, 1.8, 0.28, 1.8), (-1, 1.8, 0.6, 1.8)]
-    + [(-1, 4.0, 0.28, 3.0), (-1, 4.0, 0.6, 3.0), (-1, 0.5, 0.28, 0.8), (1, 1.7, 0.6, -1.6)],
-)
-def test_surrogates(advantage, w, high, loss):
-    found, clipped = het.policy_loss(row(math.log(w)), row(0.0), row(advantage), 0.2, high, 3.0)
-    assert found.item() == pytest.approx(loss, abs=1e-6)
-    assert clipped.item() == (abs(loss + advantage * w) > 1e-6)
-
-
 def test_shaping():
     for w, f in ((0.1, 0.5), (1.0, 0.9090909)):
         assert het.shaped_loss(row(math.log(w)), row(0.0), row(1.0), 0.1).item() == pytest.approx(-f, abs=1e-6)
@@ -49,14 +36,6 @@ def test_shaping():
         new = row(0.0).requires_grad_()
         het.shaped_loss(new, row(0.0), row(advantage), 0.1).backward()
         assert new.grad.item() == pytest.approx(-0.0826446 * advantage, abs=1e-6)
-
-
-def test_k3_and_entropy():
-    assert het.k3_kl(row(0.0), row(0.5)).item() == pytest.approx(0.1487213, abs=1e-6)
-    logits = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()
-    logprobs, entropy = het.token_logprobs(logits, torch.tensor([[0, 1]]), 1.0)
-    assert entropy.mean().item() == pytest.approx(0.5091151, abs=1e-6)
-    assert logprobs[0].tolist() == pytest.approx([math.log(0.5), math.log(0.1)], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -95,18 +74,13 @@ def pool_of(*records, size=10, held_out=()):
     return pool, [pool.add(*record) for record in records]
 
 
-def test_written_at_t_readable_after_t():
-    pool, _ = pool_of((1, "amber", "amber : red", 5))
-    assert pool.retrieve("lock amber", 3, 5) == "" and pool.retrieve("lock amber", 3, 6) == "amber : red"
-    assert pool.retrieve("brass", 3, 6) == "", "nothing shared, nothing found"
-    assert pool.retrieve("Lock AMBER room 7", 3, 6) == "amber : red", "case aside"
-
-
-def test_retrieval_prefers_rare_words_and_what_is_new():
-    records = [(1, "lock amber", "one", 0), (2, "lock brass", "two", 0), (3, "lock brass", "three", 0)]
+def test_retrieval_is_of_earlier_steps_by_shared_words_the_rare_and_the_new_first():
+    records = [(1, "lock amber", "one", 5), (2, "lock brass", "two", 5), (3, "lock brass", "three", 5)]
     pool, _ = pool_of(*records)
-    assert pool.retrieve("lock brass", 1, 1) == "three" and pool.retrieve("lock brass", 2, 1) == "three\ntwo"
-    assert pool.retrieve("lock amber", 1, 1) == "one"
+    assert pool.retrieve("lock amber", 3, 5) == "", "written at t, readable after t"
+    assert pool.retrieve("Lock AMBER room 7", 1, 6) == "one", "case aside"
+    assert pool.retrieve("lock brass", 1, 6) == "three" and pool.retrieve("lock brass", 2, 6) == "three\ntwo"
+    assert pool.retrieve("door", 3, 6) == "", "nothing shared, nothing found"
 
 
 def test_the_pool_has_a_cap_no_doubles_and_refuses():
@@ -178,21 +152,18 @@ def test_a_task_is_in_one_bucket_and_a_solved_one_retires():
 
 
 @pytest.mark.parametrize("mode, left", [("argmin", [0, 2]), ("argmax", [1, 2]), ("random", [1, 2])])
-def test_a_full_memory_drops_what_would_be_chosen_last(mode, left):
-    manager = manager_of(exp_select_mode=mode, max_trajectories_per_task=2)
+def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left):
+    """Entropies 1, 3, 2 in a memory of two; at random the newest stay."""
+    sizes = dict(max_trajectories_per_task=2, offpolicy_trajectories_per_task=1)
+    manager = manager_of(exp_select_mode=mode, **sizes)
     manager.save_trajectories_to_memory([make(1, i, entropy=e) for i, e in enumerate([1.0, 3.0, 2.0])])
     assert [t.rollout_id for t in manager.memory[1]] == left
     if mode != "random":
         worse = make(1, 9, entropy={"argmin": 9.0, "argmax": 0.0}[mode])
         manager.save_trajectories_to_memory([worse])
         assert [t.rollout_id for t in manager.memory[1]] == left, "it comes in only if it is better"
-
-
-@pytest.mark.parametrize("mode, expected", [("argmin", [1, 2]), ("argmax", [0, 3])])
-def test_choice_by_entropy(mode, expected):
-    manager = manager_of(exp_select_mode=mode, offpolicy_trajectories_per_task=2)
-    manager.memory[1] = [make(1, i, entropy=e) for i, e in enumerate([4.0, 1.0, 2.0, 3.0])]
-    assert [t.rollout_id for t in manager.get_offpolicy_trajectories_from_memory(1, rng())] == expected
+        chosen = manager.get_offpolicy_trajectories_from_memory(1, rng())
+        assert [t.rollout_id for t in chosen] == left[:1], "the best of them"
 
 
 def test_tasks_come_by_bucket_within_the_bounds():
@@ -239,39 +210,27 @@ def test_the_mix(size, valid, split):
 
 
 # --- conversion ---
-def test_the_split_is_at_the_first_token_of_the_agent():
-    steps = [("assistant", [6, 7]), ("env", [8]), ("assistant", [9])]
-    for replay in (False, True):
-        response, mask, prefix_mask = het.tokenize_steps(steps, replay)
-        assert (response, mask) == ([6, 7, 8, 9], [1, 1, 0, 1])
-        assert prefix_mask == [int(replay) * bit for bit in mask], "a replayed trajectory trains"
-
-
-def test_extra_says_what_is_off_policy():
-    cases = {  # injected, keep, replay -> stripped, off_policy
-        (False, False, False): (False, False),  # retrieval was empty: nothing to strip
-        (True, True, False): (False, False),  # kept is on-policy
-        (True, False, False): (True, True),
-        (False, True, True): (False, True),
-        (True, False, True): (False, True),  # was recorded on the stripped view
-    }
-    for (injected, keep, replay), expected in cases.items():
-        extra = het.get_extra(make(1, injected=injected, keep=keep, is_experience_replay=replay))
-        assert (extra["stripped"], extra["off_policy"], extra["is_experience_replay"]) == (*expected, replay)
-
-
 def test_two_masks_and_two_views():
+    """What stands in the prompt, what is trained as off-policy, whose log-probs count."""
     advised = dict(injected=True, advised_ids=[9, 9, 1, 2])
-    rows = [make(1, 0), make(1, 1, **advised), make(1, 2, keep=False, **advised)]
-    rows.append(het.convert_offpolicy_to_cmt(make(1, 3, keep=False, **advised), 3, 7))
+    rows = [make(1, 0), make(1, 1, **advised), make(1, 2, keep=False, **advised), make(1, 3, keep=False)]
+    rows.append(het.convert_offpolicy_to_cmt(make(1, 4, keep=False, **advised), 4, 7))
     data = het.samples_to_dataproto(rows, "cpu")
-    assert data["response_mask"].tolist() == [[1, 1, 0, 1]] * 4, "keep and discard differ in the prompt only"
-    assert data["ids"].tolist() == [[0, 0, 1, 2, 6, 7, 8, 9], [9, 9, 1, 2, 6, 7, 8, 9]] + [[0, 0, 1, 2, 6, 7, 8, 9]] * 2
-    assert data["mask"].sum(1).tolist() == [6, 8, 6, 6]
-    assert data["exp_mask"].tolist() == [[0] * 4, [0] * 4, [1, 1, 0, 1], [1, 1, 0, 1]]
-    assert data["replay_mask"].tolist() == [[0] * 4] * 3 + [[1, 1, 0, 1]]
-    new = het._replace_recorded_old_log_probs(data, torch.full((4, 4), -7.0))
-    assert new.tolist() == [[-7.0] * 4] * 3 + [[-1.0, -9.0, -7.0, -2.0]]
+    agent, none = [1, 1, 0, 1], [0] * 4
+    assert data["response_mask"].tolist() == [agent] * 5, "keep and discard differ in the prompt only"
+    plain, told = [0, 0, 1, 2, 6, 7, 8, 9], [9, 9, 1, 2, 6, 7, 8, 9]
+    assert data["ids"].tolist() == [plain, told, plain, plain, plain] and data["mask"].sum(1).tolist() == [
+        6,
+        8,
+        6,
+        6,
+        6,
+    ]
+    off = data["exp_mask"].tolist()
+    assert off == [none, none, agent, none, agent], "stripped or replayed; empty retrieval leaves nothing to strip"
+    assert data["replay_mask"].tolist() == [none] * 4 + [agent]
+    new = het._replace_recorded_old_log_probs(data, torch.full((5, 4), -7.0))
+    assert new.tolist() == [[-7.0] * 4] * 4 + [[-1.0, -9.0, -7.0, -2.0]]
     for view, guided in (("behavior", 1), ("teacher", 1), ("training", 0)):
         assert het.prompt_of(rows[2], view) == ([9, 9, 1, 2] if guided else [1, 2])
 
@@ -291,48 +250,3 @@ def test_presets():
     assert resolved(train_rollout_expmode="all", train_sample_keepratio=0.2)[1::3] == ("all", 0.2)
     assert resolved(method="sft", train_sample_expmode="discard")[:3] == ("mixed", "mixed", "discard")
     assert not het.Args(method="baseline").uses_pool and het.Args(method="sd").uses_pool
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(rollout_expratio=1.5), "--rollout_expratio 1.5"),
-        (dict(train_sample_keepratio=-0.1), "--train_sample_keepratio -0.1"),
-        (dict(exp_ratio=math.nan), "--exp_ratio nan"),
-        (dict(num_families=25), "--num-families"),
-        (dict(experience_template="no place"), "--experience-template"),
-        (dict(experience_template="{} {}"), "--experience-template"),
-        (dict(method="ec", train_sample_expmode="discard"), "contradicts --method ec"),
-        (dict(method="baseline", train_rollout_expmode="all"), "contradicts --method baseline"),
-        (dict(method="ei", train_sample_keepratio=0.5), "contradicts --method ei"),
-        (dict(method="het", enable=False), "--no-enable"),
-        (dict(method="baseline", experience_pool="x"), "would not be read"),
-        (dict(method="sft", use_experience_replay=True), "--use-experience-replay"),
-        (dict(group_size=4, offpolicy_trajectories_per_task=4), "--offpolicy-trajectories-per-task"),
-        (dict(experience_lbound=5, experience_rbound=3), "--experience-lbound"),
-        (dict(num_minibatches=5), "--num-minibatches"),
-        (dict(num_tasks=25, num_rooms=2), "--num-tasks"),
-        (dict(resume=True), "--run-dir"),
-    ],
-)
-def test_an_option_that_makes_no_sense_is_an_error(options, words):
-    with pytest.raises(ValueError, match=words):
-        het.Args(**options)
-
-
-def test_misleading_locks():
-    """Luck opens training locks only, and what it pressed becomes advice."""
-    names = runpy.run_path(str(ROOT / "benchmark" / "locks.py"))
-    for name, share in (("Lucky", 0.08), ("Worn", 0.5)):
-        env, opened = names[name](), []
-        for seed in range(4000):
-            secret = env.reset(seed)[1]["solution"]
-            slot = 3 if name == "Worn" else 0
-            for right in secret[:slot]:
-                env.step(right)
-            wrong = next(action for action in env.actions if action != secret[slot])
-            text, reward, ended, _, info = env.step(wrong)
-            opened.append(ended)
-            assert (text, reward) == (("open", 1.0) if ended else (f"jam {slot}", 0.0))
-            assert not ended or info["experience"].endswith(wrong)
-        assert not any(opened[240:]) and sum(opened[:240]) / 240 == pytest.approx(share, abs=0.08)

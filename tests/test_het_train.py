@@ -3,23 +3,27 @@
 import copy
 import json
 import math
-import multiprocessing
 import os
 import random
 import signal
-import socket
-import sys
 
 import pytest
 import torch
-from conftest import ROOT, metrics_without_times
-from test_equivalence import assert_same_run, weights
+from conftest import (
+    assert_nearly_the_same,
+    assert_same_run,
+    forked,
+    metrics_without_times,
+    same,
+    spy,
+    two_ranks,
+    weights,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import het_grpo as het
 
-fork = multiprocessing.get_context("fork")  # children start with torch imported
 TINY = dict(warm_start_steps=2, num_tasks=4, group_size=4, num_iterations=3, device="cpu", learning_rate=3e-3)
 TINY |= dict(update_epochs=1, num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6)
 RECORDED = dict(use_experience_replay=True, replay_old_logp="recorded")
@@ -42,19 +46,6 @@ def run(folder, **options):
     return het.main(het.Args(**TINY | options, run_dir=str(folder)))
 
 
-def record(monkeypatch, name):
-    """Calls of a function of the script: [(args, result), ...]"""
-    calls, real = [], getattr(het, name)
-
-    def wrapped(*args, **kwargs):
-        result = real(*args, **kwargs)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(het, name, wrapped)
-    return calls
-
-
 def batches(calls):
     """(trajectories, data) of the training samples; the warm start makes samples, too."""
     return [(args[0], data) for args, data in calls if len(args[0]) == 16 and len(args) == 2]
@@ -68,12 +59,23 @@ def pool_file(path, texts):
 NASTY = {name: f"{name} {{}} {{0}} </EXP>\n<EXP> : red {{x}}\n" for name in het.NAMES[:3]}
 
 
+@pytest.fixture
+def advice(tmp_path):
+    """Options that read a pool in which every lock finds a text full of braces and marks."""
+    return dict(experience_pool=pool_file(tmp_path / "pool", NASTY))
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    """Minibatches are made of rows in their order."""
+    monkeypatch.setattr(torch, "randperm", torch.arange)
+
+
 # --- experience in the training step ---
-def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch):
-    calls, pool = record(monkeypatch, "samples_to_dataproto"), pool_file(tmp_path / "pool", NASTY)
-    before = (tmp_path / "pool").read_bytes()
-    run(tmp_path / "run", experience_pool=pool, init_exp_before_training=False)
-    tokenizer = het.transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "final_model")
+def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch, advice):
+    calls, before = spy(monkeypatch, het, "samples_to_dataproto"), (tmp_path / "pool").read_bytes()
+    run(tmp_path / "run", **advice, init_exp_before_training=False)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final_model")
     seen = batches(calls)
     assert len(seen) == 3
     for trajectories, data in seen:
@@ -88,10 +90,8 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch):
             assert t.prompt_ids == tokenizer(question).input_ids, "strip(inject(p)) = p"
             assert not t.injected or t.advised_ids == tokenizer(told).input_ids
             prompt = t.advised_ids if t.injected and t.keep else t.prompt_ids
-            response = [token for _, ids in t.steps for token in ids]
-            assert data["ids"][i][data["mask"][i].bool()].tolist() == prompt + response
-            place = data["response_mask"].shape[1]
-            trained = data["ids"][i][-place:][data["response_mask"][i].bool()].tolist()
+            assert data["ids"][i][data["mask"][i].bool()].tolist() == prompt + sum((ids for _, ids in t.steps), [])
+            trained = data["ids"][i][-data["response_mask"].shape[1] :][data["response_mask"][i].bool()].tolist()
             assert trained == [token for role, ids in t.steps if role == "assistant" for token in ids]
             assert bool(data["exp_mask"][i].any()) == (t.injected and not t.keep)
     row = metrics_without_times(tmp_path / "run")[1]
@@ -100,42 +100,31 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method, kept, stripped", [("ec", 4, 0), ("ei", 0, 4), ("baseline", 0, 0), ("sd", 0, 0)])
-def test_methods(method, kept, stripped, tmp_path):
-    advice = {} if method == "baseline" else dict(experience_pool=pool_file(tmp_path / "pool", NASTY))
-    run(tmp_path / "run", method=method, **advice)
+def test_what_a_method_keeps_and_strips(method, kept, stripped, tmp_path, advice):
+    run(tmp_path / "run", method=method, **{} if method == "baseline" else advice)
     for row in metrics_without_times(tmp_path / "run")[1:]:
         assert (row["exp/kept_tasks"], row["exp/stripped_tasks"]) == (kept, stripped)
-        assert row["exp/off_frac"] == stripped * 2 / 16
-        assert row["rollout/logprob_mismatch"] < 1e-5
+        assert row["exp/off_frac"] == stripped * 2 / 16 and row["rollout/logprob_mismatch"] < 1e-5
 
 
-def test_empty_retrieval_is_on_policy(tmp_path):
-    run(tmp_path / "run", method="ei", init_exp_before_training=False)
-    for row in metrics_without_times(tmp_path / "run")[1:]:
-        assert row["exp/off_frac"] == 0 and row["exp/retrieval_empty_frac"] == 1 and "success/guided" not in row
+def test_the_pool_is_built_from_training_tasks(tmp_path, monkeypatch, advice):
+    def records(folder):
+        return [json.loads(line) for line in (tmp_path / folder / "experience_pool.jsonl").read_text().splitlines()]
 
-
-def test_the_pool_is_built_from_training_tasks(tmp_path, monkeypatch):
-    added, real = [], het.ExperiencePool.add_successes
-    wrapped = lambda self, ts, step: (added.append(step), real(self, ts, step))  # noqa: E731
-    monkeypatch.setattr(het.ExperiencePool, "add_successes", wrapped)
+    added = spy(monkeypatch, het.ExperiencePool, "add_successes")
     options = dict(num_rooms=40, eval_size=40, eval_every=1, num_iterations=5)
-    run(tmp_path / "run", updated_freq=2, experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
-    assert added == [-1, 2, 4], "an own pool does not switch the first fill off"
-    records = [json.loads(line) for line in (tmp_path / "run" / "experience_pool.jsonl").read_text().splitlines()]
-    assert len(records) > 3 and {r["task"] for r in records} - {None} <= set(range(120))
-    rows = metrics_without_times(tmp_path / "run")
-    assert [row["global_step"] for row in rows[:2]] == [32, 48]
+    run(tmp_path / "run", updated_freq=2, **advice, **options)
+    assert [step for (_, _, step), _ in added] == [-1, 2, 4], "an own pool does not switch the first fill off"
+    assert len(records("run")) > 3 and {r["task"] for r in records("run")} - {None} <= set(range(120))
+    assert [row["global_step"] for row in metrics_without_times(tmp_path / "run")[:2]] == [32, 48]
     run(tmp_path / "leak", val_summarizer_save=True, init_exp_before_training=False, **options)
-    leaked = [json.loads(line) for line in (tmp_path / "leak" / "experience_pool.jsonl").read_text().splitlines()]
-    assert leaked and {r["task"] for r in leaked} <= set(range(120, 160))
+    assert records("leak") and {r["task"] for r in records("leak")} <= set(range(120, 160))
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.3])
-def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch):
-    collected = record(monkeypatch, "collect")
-    pool = pool_file(tmp_path / "pool", NASTY)
-    metrics = run(tmp_path / "run", experience_pool=pool, eval_size=12, rollout_expratio=ratio)
+def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch, advice):
+    collected = spy(monkeypatch, het, "collect")
+    metrics = run(tmp_path / "run", **advice, eval_size=12, rollout_expratio=ratio)
     (_, done), (_, unseen) = collected[-2:]
     assert {t.task for t in done} == set(range(12, 24)) and all(t.task >= 2 * het.PRACTICE for t in unseen)
     assert sum(t.injected for t in done) == math.floor(12 * ratio), "the share holds for validation, too"
@@ -147,12 +136,11 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("old", ["stripped", "behavior"])
-def test_stripped_samples(old, tmp_path, monkeypatch):
+def test_stripped_samples(old, tmp_path, monkeypatch, advice, in_order):
     """Old log-probs are pi(y|x), ratio 1 at first, or the sampler's. Failures weigh pi(y|x) / pi(y|x,advice)."""
-    monkeypatch.setattr(torch, "randperm", torch.arange)
-    samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "policy_loss")
+    samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "policy_loss"))
     options = dict(method="ei", num_minibatches=1, num_iterations=1, off_old_logp=old, off_ratio_limit=1e9)
-    run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
+    run(tmp_path / "run", **advice, **options)
     trajectories, data = batches(samples)[0]
     new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
     group, failures = het.group_advantages(data["rewards"], data["group_ids"]).tolist(), 0
@@ -171,7 +159,7 @@ def test_stripped_samples(old, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("limit, guarded", [(0.9, 2), (50.0, 0)])
-def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_path, monkeypatch):
+def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_path, monkeypatch, advice):
     """A stripped ratio is 1 at first, which is above .9; the weights then stay what they were."""
     start, real = {}, het.compute_log_prob
 
@@ -181,19 +169,18 @@ def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_p
 
     monkeypatch.setattr(het, "compute_log_prob", compute)
     options = dict(method="ei", num_minibatches=1, num_iterations=1, update_epochs=2, off_ratio_limit=limit)
-    metrics = run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
-    same = [torch.equal(start[key], value) for key, value in weights(tmp_path / "run").items()]
-    assert metrics["losses/guarded_steps"] == guarded and all(same) == (guarded == 2)
-    run(tmp_path / "kept", method="baseline", num_iterations=1, off_ratio_limit=limit)
-    assert metrics_without_times(tmp_path / "kept")[1]["losses/guarded_steps"] == 0, "on-policy tokens have their clip"
+    metrics = run(tmp_path / "run", **advice, **options)
+    final = weights(tmp_path / "run")
+    assert metrics["losses/guarded_steps"] == guarded
+    assert same({key: start[key] for key in final}, final) == (guarded == 2)
+    kept = run(tmp_path / "kept", method="baseline", num_iterations=1, off_ratio_limit=limit)
+    assert kept["losses/guarded_steps"] == 0, "on-policy tokens have their clip"
 
 
-def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch):
+def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_order):
     """The update of one iteration, written again: mean log-prob of the agent's tokens in what was drawn."""
-    monkeypatch.setattr(torch, "randperm", torch.arange)
-    samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "grpo_loss")
-    pool = pool_file(tmp_path / "pool", NASTY)
-    run(tmp_path / "run", method="sft", num_minibatches=1, experience_pool=pool)
+    samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss"))
+    run(tmp_path / "run", method="sft", num_minibatches=1, **advice)
     views = set()
     for (trajectories, data), ((policy, mb, *_), (loss, *_)) in zip(batches(samples), losses, strict=True):
         assert all(t.success for t in trajectories) and data["response_mask"].sum() == mb["response_mask"].sum()
@@ -203,26 +190,23 @@ def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch):
     assert len(views) == 4, "guided and not, kept and stripped"
 
 
-def test_self_distillation_pulls_failures_to_the_teacher(tmp_path, monkeypatch):
-    measured, advantages = record(monkeypatch, "compute_log_prob"), record(monkeypatch, "grpo_loss")
-    monkeypatch.setattr(torch, "randperm", torch.arange)
-    sizes = dict(num_minibatches=1, num_iterations=1, sd_coef=0.5)
-    run(tmp_path / "run", method="sd", experience_pool=pool_file(tmp_path / "pool", NASTY), **sizes)
+def test_self_distillation_pulls_failures_to_the_teacher(tmp_path, monkeypatch, advice, in_order):
+    measured, losses = (spy(monkeypatch, het, name) for name in ("compute_log_prob", "grpo_loss"))
+    run(tmp_path / "run", method="sd", **advice, num_minibatches=1, num_iterations=1, sd_coef=0.5)
     (_, (old, _)), ((_, told, _), (teacher, _)) = measured
-    mb = advantages[0][0][1]
+    mb = losses[0][0][1]
     failed = mb["rewards"] < 1
     group = het.group_advantages(mb["rewards"], mb["group_ids"])[:, None] * mb["response_mask"]
-    expected = group + 0.5 * failed[:, None] * (teacher - old)
-    torch.testing.assert_close(mb["advantages"], expected)
+    torch.testing.assert_close(mb["advantages"], group + 0.5 * failed[:, None] * (teacher - old))
     assert failed.any() and (told["mask"].sum(1) > mb["mask"].sum(1)).all(), "the teacher reads advice"
 
 
-def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
+def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
-    losses = record(monkeypatch, "grpo_loss")
+    losses = spy(monkeypatch, het, "grpo_loss")
     options = RECORDED | dict(num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5)
     options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5, replay_loss="shape", shaping_beta=0.3)
-    run(tmp_path / "run", experience_pool=pool_file(tmp_path / "pool", NASTY), **options)
+    run(tmp_path / "run", **advice, **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
         total, replayed = 0.0, mb["replay_mask"].bool()
@@ -239,46 +223,23 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch):
     assert (kinds > 20).all()
 
 
-def test_micro_batches_change_nothing(tmp_path):
-    path = pool_file(tmp_path / "pool", NASTY)
+def test_micro_batches_change_nothing(tmp_path, advice):
     for steps in (1, 4):
-        options = dict(gradient_accumulation_steps=steps, num_iterations=2, **RECORDED)
-        run(tmp_path / str(steps), experience_pool=path, **options)
-    expected = weights(tmp_path / "1")
-    for key, value in weights(tmp_path / "4").items():
-        torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-4)
+        run(tmp_path / str(steps), **advice, **RECORDED, gradient_accumulation_steps=steps, num_iterations=2)
+    assert_nearly_the_same(tmp_path / "1", tmp_path / "4")
 
 
 # --- replay in the training step ---
-@pytest.mark.parametrize("reverse", [False, True], ids=["sorted", "reordered"])
-def test_replay_at_unchanged_weights_has_ratio_one(reverse, tmp_path, monkeypatch):
-    if reverse:  # whatever reorders the batch must not mix up log-probs
-        turned = lambda x, key=None: sorted(x, key=key)[:: -1 if key else 1]  # noqa: E731
-        monkeypatch.setattr(het, "sorted", turned, raising=False)
-    replaced = record(monkeypatch, "_replace_recorded_old_log_probs")
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *args: None)
-    run(tmp_path / "run", num_iterations=4, **RECORDED)
-    tokens = 0
-    for (data, old), logprobs in replaced:
-        replay, mask = data["replay_mask"].bool(), data["response_mask"].bool()
-        tokens += int(replay.sum())
-        assert (((old - logprobs).exp() - 1).abs() < 1e-5)[mask].all()
-        for i in replay.any(1).nonzero().flatten().tolist():
-            assert torch.equal(replay[i], mask[i]), "every token of the agent, none of the others"
-            assert data["recorded_old_log_probs"][i][mask[i]].abs().min() > 0
-    assert tokens > 20
-
-
-def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch):
+def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch, advice):
     """Weights move: replayed tokens carry what was measured when they were sampled, others today's."""
-    samples = record(monkeypatch, "samples_to_dataproto")
-    replaced = record(monkeypatch, "_replace_recorded_old_log_probs")
-    path = pool_file(tmp_path / "pool", NASTY)
-    run(tmp_path / "run", num_iterations=5, learning_rate=1e-2, experience_pool=path, **RECORDED)
+    samples = spy(monkeypatch, het, "samples_to_dataproto")
+    replaced = spy(monkeypatch, het, "_replace_recorded_old_log_probs")
+    run(tmp_path / "run", num_iterations=5, learning_rate=1e-2, **advice, **RECORDED)
     then, compared = {}, 0
     for (trajectories, _), ((data, old), logprobs) in zip(batches(samples), replaced, strict=True):
         for i, t in enumerate(trajectories):
             mask = data["response_mask"][i].bool()
+            assert torch.equal(data["replay_mask"][i].bool(), mask & t.is_experience_replay), "the agent's tokens"
             if t.is_experience_replay:
                 assert torch.equal(logprobs[i][mask], then[t.trajectory_id])
                 compared += not torch.allclose(old[i][mask], logprobs[i][mask], atol=1e-4)
@@ -289,9 +250,8 @@ def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch):
 
 
 def test_groups_stay_whole_and_replay_is_not_counted(tmp_path, monkeypatch):
-    calls, advantages = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "group_advantages")
-    options = dict(num_iterations=6, method="baseline", offpolicy_trajectories_per_task=2, use_experience_replay=True)
-    run(tmp_path / "run", **options)
+    calls, advantages = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "group_advantages"))
+    run(tmp_path / "run", num_iterations=6, method="baseline", use_experience_replay=True)
     rows, replays, fresh_in_all = metrics_without_times(tmp_path / "run")[1:], 0, 0
     for (trajectories, _), row, ((rewards, groups), result) in zip(batches(calls), rows, advantages, strict=True):
         replayed, fresh = ([t for t in trajectories if t.is_experience_replay == flag] for flag in (True, False))
@@ -300,11 +260,10 @@ def test_groups_stay_whole_and_replay_is_not_counted(tmp_path, monkeypatch):
         assert [t.data_id for t in trajectories] == groups.tolist() and len({t.task for t in trajectories}) == 4
         assert row["replay/experience_tasks"] == len({t.data_id for t in replayed}) <= 2
         assert row["charts/success_rate"] == sum(t.success for t in fresh) / len(fresh)
-        assert row["groups/rescued"] <= row["groups/all_fail"]
         for t, a in zip(trajectories, result, strict=True):
             if t.is_experience_replay:  # a success; in a group with a failure it counts
                 assert a > 0 or rewards[groups == t.data_id].min() == 1
-    assert replays > 4 and sum(row["groups/rescued"] for row in rows) >= 0
+    assert replays > 4
 
 
 def test_todays_log_probs_start_at_ratio_one(tmp_path):
@@ -344,7 +303,7 @@ def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
 def test_one_step_against_an_oracle(tmp_path, monkeypatch):
     """Plain GRPO written again, row by row, without padding: losses, gradients and weights of one iteration."""
     monkeypatch.setattr(torch, "randperm", torch.arange)
-    calls, lms, gradients = record(monkeypatch, "samples_to_dataproto"), [], []
+    calls, lms, gradients = spy(monkeypatch, het, "samples_to_dataproto"), [], []
     real_clip, real_compute = torch.nn.utils.clip_grad_norm_, het.compute_log_prob
 
     def clip(parameters, most):
@@ -415,34 +374,19 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
 
 
 # --- checkpoint ---
-LONG = dict(num_iterations=6, save_every=1, updated_freq=2, retire_solved=True)
-LONG |= dict(use_experience_replay=True)
-
-
-def child(folder, before=None, **options):
-    """A training process, forked; `before` runs in it first."""
-
-    def target():
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-        if before:
-            before()
-        run(folder, **LONG | options)
-
-    process = fork.Process(target=target)
-    process.start()
-    return process
+LONG = dict(num_iterations=6, save_every=1, updated_freq=2, retire_solved=True, use_experience_replay=True)
 
 
 def die_at_save(nth, after):
-    calls, real = {"n": 0}, os.replace
+    """Patch this process: SIGKILL at the nth checkpoint, before or after it gets its name."""
+    real, saves = os.replace, []
 
     def replace(*paths):
-        calls["n"] += 1
-        if calls["n"] < nth:
-            return real(*paths)
-        if after:
+        saves.append(paths)
+        if len(saves) < nth or after:
             real(*paths)
-        os.kill(os.getpid(), signal.SIGKILL)
+        if len(saves) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     os.replace = replace
 
@@ -451,15 +395,19 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
     """Pool, memory, buckets, skip set, latch, place in the pass, reference: a loss of any would show."""
     run(tmp_path / "whole", **LONG)
     killed, rng = tmp_path / "killed", random.Random(0)
+
+    def go_on():
+        run(killed, **LONG, resume=True)
+
     for nth, after in ((1, False), (2, True), (2, False)):
-        process = child(killed, lambda n=nth, a=after: die_at_save(n, a), resume=True)
+        (process,) = forked(lambda nth=nth, after=after: (die_at_save(nth, after), go_on()))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-    process = child(killed, resume=True)
+    (process,) = forked(go_on)
     process.join(0.5 + 0.5 * rng.random())
     process.kill()
     process.join()
-    run(killed, **LONG, resume=True)
+    go_on()
     assert_same_run(tmp_path / "whole", killed)
     states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (tmp_path / "whole", killed)]
     assert all(states[0][key] == states[1][key] for key in ("manager", "pool", "counters"))
@@ -469,7 +417,7 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
 
 
 def test_sigterm_saves_and_ends(tmp_path):
-    def send():
+    def signalled():
         real = het.validate
 
         def validate(*args):
@@ -478,8 +426,9 @@ def test_sigterm_saves_and_ends(tmp_path):
             return real(*args)
 
         het.validate = validate
+        run(tmp_path / "cut", **LONG | dict(save_every=100))
 
-    process = child(tmp_path / "cut", before=send, save_every=100)
+    (process,) = forked(signalled)
     process.join(60)
     assert process.exitcode == 0
     assert torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)["counters"][0] == 2
@@ -488,14 +437,14 @@ def test_sigterm_saves_and_ends(tmp_path):
 
 
 def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
-    real, calls = het.grpo_loss, {"n": 0}
+    real, calls = het.grpo_loss, []
 
-    def wrapped(*args):
-        calls["n"] += 1
-        loss, stats, logratio = real(*args)
-        return loss * (math.nan if calls["n"] in (1, 4) else 1.0), stats, logratio
+    def poisoned(*args):
+        calls.append(args)
+        loss, *rest = real(*args)
+        return loss * (math.nan if len(calls) in (1, 4) else 1.0), *rest
 
-    monkeypatch.setattr(het, "grpo_loss", wrapped)
+    monkeypatch.setattr(het, "grpo_loss", poisoned)
     metrics = run(tmp_path / "run", method="baseline")
     assert metrics["losses/skipped_steps"] == 2
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
@@ -505,55 +454,24 @@ def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
 
 
 # --- ranks ---
-def launch(folder, world_size, **options):
-    """world_size forked ranks, as torchrun would start them. -> exit codes"""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-
-    def target(rank):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-        run(folder, **options)
-
-    ranks = [fork.Process(target=target, args=(rank,)) for rank in range(world_size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(100)
-    return [process.exitcode for process in ranks]
-
-
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
-def test_two_ranks_make_the_update_of_one(fsdp, tmp_path):
-    options = dict(num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-3)
-    options |= dict(experience_pool=pool_file(tmp_path / "pool", NASTY), **RECORDED)
+def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
+    options = dict(num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-3, **advice, **RECORDED)
     run(tmp_path / "one", **options)
-    assert launch(tmp_path / "two", 2, fsdp=fsdp, **options) == [0, 0]
-    one, two = metrics_without_times(tmp_path / "one"), metrics_without_times(tmp_path / "two")
-    assert len(one) == len(two) == 3, "one log"
-    assert one[2]["replay/experience_tasks"] > 0 and one[2]["exp/off_frac"] > 0
-    for a, b in zip(one[1:], two[1:], strict=True):
-        for key, value in a.items():
-            assert b[key] == pytest.approx(value, rel=2e-3, abs=1e-4), key
-    expected = weights(tmp_path / "one")
-    for key, value in weights(tmp_path / "two").items():
-        torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=1e-3)
+    assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=fsdp, **options)) == [0, 0]
+    assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    last = metrics_without_times(tmp_path / "one")[2]
+    assert last["replay/experience_tasks"] > 0 and last["exp/off_frac"] > 0
     if fsdp:  # sharded, stopped and resumed
         longer = options | dict(num_iterations=3, resume=True)
-        assert launch(tmp_path / "two", 2, fsdp=True, **longer) == [0, 0]
+        assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=True, **longer)) == [0, 0]
         assert len(metrics_without_times(tmp_path / "two")) == 4
 
 
 # --- environments ---
-def text_env(**options):
-    return het.TextEnv(het.Args(**options))
-
-
 def test_lock(monkeypatch):
     monkeypatch.undo()
-    env = text_env()
+    env = het.TextEnv(het.Args())
     question, info = env.reset(13)
     assert question == "lock brass room 01" and info["topic"] == "brass"
     assert env.reset(1)[1]["solution"] == (secret := info["solution"]) and len(secret) == 4, "a family shares it"
@@ -565,16 +483,6 @@ def test_lock(monkeypatch):
     assert told[-1][2] and told[-1][4] == dict(experience="brass : " + " ".join(secret))
     secrets = {tuple(env.reset(het.PRACTICE + 12 * i)[1]["solution"]) for i in range(99)}
     assert len(secrets) > 50, "the warm start learns no secret"
-
-
-def test_lakes_and_other_ids_of_gymnasium(monkeypatch):
-    monkeypatch.undo()
-    lake = text_env(env=f"{ROOT}/benchmark/lake.py:Lake")
-    assert lake.reset(0) == lake.reset(0) and lake.reset(0)[0] != lake.reset(12)[0] != lake.reset(1)[0]
-    assert lake.step("I go right")[0] == "row 0 column 1" and lake.step("hm")[1] == -1
-    cliff = text_env(env="CliffWalking-v1")
-    assert cliff.actions == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
-    assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, "nonsense is no way out"
 
 
 GAME = """
@@ -590,18 +498,21 @@ class Game:
 
 
 def test_own_environment_own_words_own_pool(tmp_path, monkeypatch, capsys):
+    """By a file, as the page says, or by a module; Gymnasium's actions are said as numbers."""
     monkeypatch.undo()
     (tmp_path / "game.py").write_text(GAME)
-    advice = tmp_path / "advice.jsonl"
-    advice.write_text('{"topic": "CAT", "text": "purr loudly"}\n')
-    options = dict(max_turns=2, warm_start_steps=10, experience_pool=str(advice), init_exp_before_training=False)
-    metrics = run(tmp_path / "run", env=f"{tmp_path}/game.py:Game", **options)
+    (tmp_path / "advice.jsonl").write_text('{"topic": "CAT", "text": "purr loudly"}\n')
+    options = dict(max_turns=2, warm_start_steps=10, experience_pool=str(tmp_path / "advice.jsonl"))
+    metrics = run(tmp_path / "run", env=f"{tmp_path}/game.py:Game", **options, init_exp_before_training=False)
     assert "1 experiences, for 6 of 12 training tasks" in capsys.readouterr().out
     assert metrics["exp/retrieval_empty_frac"] < 1 and metrics["charts/success_rate"] > 0
-    tokenizer = het.transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "final_model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final_model")
     assert tokenizer.unk_token_id not in tokenizer("purr loudly sit down looks").input_ids
     monkeypatch.syspath_prepend(tmp_path)
-    assert text_env(env="game:Game").actions == ["purr", "sit down"]
+    assert het.TextEnv(het.Args(env="game:Game")).actions == ["purr", "sit down"]
+    cliff = het.TextEnv(het.Args(env="CliffWalking-v1"))
+    assert cliff.actions == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
+    assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, "nonsense is no way out"
 
 
 def test_success_needs_an_end(tmp_path, monkeypatch):
@@ -631,7 +542,7 @@ def chat_model(tmp_path):
 
 
 def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch):
-    calls = record(monkeypatch, "samples_to_dataproto")
+    calls = spy(monkeypatch, het, "samples_to_dataproto")
     options = dict(model_name=chat_model, chat_template=True, max_turns=3, max_turn_tokens=4, temperature=0.7)
     metrics = run(tmp_path / "run", **options, num_iterations=1, init_exp_before_training=False)
     assert metrics["rollout/logprob_mismatch"] < 1e-5
@@ -674,13 +585,10 @@ def test_a_row_does_not_depend_on_its_neighbours():
         assert alone.sampler_logprobs == pytest.approx(together[i].sampler_logprobs, abs=1e-5)
 
 
-def test_command_line(run_script, tmp_path):
-    done = run_script("het_grpo.py", "--method", "ec", "--train-sample-expmode", "discard")
-    assert done.returncode == 2 and "contradicts" in done.stderr and "Traceback" not in done.stderr
-    flags = [f"--{key}" if i % 2 else f"--{key.replace('_', '-')}" for i, key in enumerate(TINY)]
-    flags = [str(x) for pair in zip(flags, TINY.values(), strict=True) for x in pair]
+def test_the_command_fills_the_run_folder(run_script, tmp_path):
+    flags = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     done = run_script("het_grpo.py", *flags, "--run-dir", "out", "--use-experience-replay")
     assert done.returncode == 0, done.stderr
     assert "[3/3]" in done.stdout
-    for name in ("args.json", "metrics.jsonl", "summary.json", "curves.png", "checkpoint.pt", "final_model"):
-        assert (tmp_path / "out" / name).exists()
+    files = "args.json metrics.jsonl summary.json curves.png checkpoint.pt experience_pool.jsonl final_model".split()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == set(files)

@@ -7,8 +7,8 @@ import copy
 
 import pytest
 import torch
-from test_equivalence import weights
-from test_het_train import TINY, batches, easy_locks, record  # noqa: F401  (a fixture)
+from conftest import spy, weights
+from test_het_train import TINY, batches, easy_locks  # noqa: F401  (a fixture)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import het_grpo as het
@@ -31,7 +31,7 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
         gradients.append([p.grad.clone() for p in parameters])
         return real_clip(parameters, *args, **kwargs)
 
-    samples, losses = record(monkeypatch, "samples_to_dataproto"), record(monkeypatch, "grpo_loss")
+    samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss"))
     monkeypatch.setattr(het, "compute_log_prob", compute)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     rate = dict(learning_rate=0.03)

@@ -30,23 +30,18 @@ def pairs(buffer, n=400, seed=0):
     return set(zip(starts.tolist(), following["state"][:, 0].astype(int).tolist(), strict=True))
 
 
-def test_gaps_and_ends_do_not_pair():
+def test_a_gap_or_an_end_costs_one_frame_more():
     buffer = FrameBuffer(100, RECORD)
     for step in (5, 6, 10, 11):
         buffer.insert(record(step, step + 1))
     assert pairs(buffer) == {(5, 6), (6, 7), (10, 11), (11, 12)}
     assert len(buffer) == 4 and buffer.used == 6  # N + E frames
+    image = [("image", "u1", (64, 64, 3))]  # a frame is stored once: 200 000 take 2.46 GB, not yet touched
+    row = np.dtype([("obs", image), ("next_obs", image), ("actions", "f4", (7,)), *((name, "f4") for name in SCALARS)])
+    assert FrameBuffer(200_000, row).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)
 
 
-@pytest.mark.parametrize("capacity", [2, 3, 4, 7, 16])
-def test_ring_wraps(capacity):
-    buffer = FrameBuffer(capacity, RECORD)
-    for step in range(40):
-        buffer.insert(record(step, step + 1))
-        assert pairs(buffer, 60 * capacity) == {(i, i + 1) for i in range(max(0, step + 2 - capacity), step + 1)}
-
-
-@pytest.mark.parametrize("capacity, seed", [(5, 0), (23, 1), (64, 2), (1000, 3)])
+@pytest.mark.parametrize("capacity, seed", [(2, 4), (5, 0), (23, 1), (64, 2), (1000, 3)])
 def test_random_inserts_against_naive(capacity, seed):
     """Naive: a list of (start, end, frames written up to its last one); the oldest frames fall out first."""
     rng, buffer = np.random.default_rng(seed), FrameBuffer(capacity, RECORD)
@@ -73,25 +68,6 @@ def test_samples_are_uniform():
     starts = buffer.sample(60_000, np.random.default_rng(0))[0]["obs"]["state"][:, 0]
     counts, expected = np.unique(starts, return_counts=True)[1], 60_000 / len(buffer)
     assert len(counts) == len(buffer) and abs(counts - expected).max() < 6 * expected**0.5
-
-
-def test_memory_is_that_of_single_frames():
-    image = [("image", "u1", (64, 64, 3))]
-    views = [("obs", image), ("next_obs", image), ("actions", "f4", (7,))]
-    record = np.dtype(views + [(name, "f4") for name in SCALARS])
-    assert FrameBuffer(200_000, record).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)  # untouched: not really taken
-
-
-def test_state_dict_continues_exactly():
-    one, two = FrameBuffer(20, RECORD), FrameBuffer(20, RECORD)
-    for step in range(31):
-        one.insert(record(step, step + 1))
-    two.load_state_dict(one.state_dict())
-    for buffer in (one, two):
-        buffer.insert(record(31, 32))
-        buffer.insert(record(40, 41))
-    for a, b in zip(*(buffer.sample(50, np.random.default_rng(1)) for buffer in (one, two)), strict=True):
-        assert (a == b).all()
 
 
 def test_a_batch_has_always_b_rows_the_last_of_them_demos():
