@@ -261,3 +261,13 @@ def test_tables_of_the_pages_are_what_the_benchmarks_print(tmp_path):
             lines = table.splitlines()
             assert lines[0] in BY_HAND or not set(lines) - printed, (page.name, lines[0])
             assert len(lines) <= 10 or "| setting |" in lines[0], f"{page.name}: more than eight rows, and no grid"
+
+
+def test_the_sentence_of_the_robot_and_its_human_is_the_raw_data(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import sac_results as study
+
+    page, rows = (ROOT / "docs" / "sac_hybrid.md").read_text(), study.read(study.RESULTS)
+    arms = ("demos + interventions", "human")
+    robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
+    assert f"{robot:.1f} steps where he takes {human:.1f}" in page

@@ -104,16 +104,6 @@ def test_tanh_normal():
     assert torch.allclose(tanh_normal(mean, 0.5 * torch.ones(5, 3), noise)[1], slow.sum(-1).float(), atol=1e-4)
 
 
-def test_the_slow_copy_and_the_first_temperature():
-    agent = make_agent(tau=0.005, lr=1e-9)  # the fast one stays where it is
-    agent.flat_target.zero_()
-    agent.flat_critic.fill_(1)
-    for _ in range(5):
-        agent.update(make_batch(), full=False)
-    assert agent.flat_target.tolist() == pytest.approx([0.024751] * len(agent.flat_target), abs=1e-6)
-    assert make_agent(init_alpha=5e-4).alpha().item() == pytest.approx(5e-4, rel=1e-3)
-
-
 def test_ensemble_is_what_separate_critics_give():
     qf, features, actions = sac_hybrid.QEnsemble(3, 7, 16, layer_norm=True), torch.randn(7, 5), torch.randn(7, 2)
     w1, b1, s1, t1, w2, b2, s2, t2, w3, b3 = qf.stacked
@@ -140,27 +130,15 @@ def test_keypoints_are_a_spatial_softmax_and_shifts_are_crops_of_the_padded_imag
 def test_a_critic_only_update_leaves_actor_and_temperature_bit_identical():
     agent, critic = make_agent(), {"encoder", "discrete_qf", "qf", "critic_target"}
     before = weights(agent)
-    stats = agent.update(make_batch(), full=False)
+    agent.update(make_batch(), full=False)
     assert changed(before, weights(agent)) == critic and not agent.optimizers[1].state
-    assert set(stats) == {"critic_loss", "grasp_critic_loss", "q_values", "td_errors"}
-    stats = agent.update(make_batch(), full=True)
+    agent.update(make_batch(), full=True)
     assert changed(before, weights(agent)) == critic | {"actor", "raw_alpha"}
-    assert {"actor_loss", "alpha_loss", "alpha", "bc_loss"} <= set(stats)
 
 
-def test_the_actors_loss_stops_at_the_features_and_the_critics():
-    agent, batch = make_agent(), make_batch()
-    before = weights(agent)
-    losses = agent.actor_losses(batch, agent.critic.encoder(batch["obs"]).detach())
-    sac_hybrid.apply_gradients(sum(losses.values()), agent.actor_group)
-    assert changed(before, weights(agent)) == {"actor", "raw_alpha"}
-    assert all(param.grad is None for param in agent.parameters())
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_the_penalty_moves_the_grasp_critic_only(full):
+def test_the_penalty_moves_the_grasp_critic_only():
     plain, fined = make_agent(), make_agent()
-    a, b = plain.update(make_batch(), full), fined.update(make_batch(grasp_penalty=torch.full((N,), -0.02)), full)
+    a, b = plain.update(make_batch()), fined.update(make_batch(grasp_penalty=torch.full((N,), -0.02)))
     assert a["critic_loss"] == b["critic_loss"] and a["grasp_critic_loss"] != b["grasp_critic_loss"]
     moved = changed(weights(plain), weights(fined))
     assert "discrete_qf" in moved and "qf" not in moved
@@ -168,12 +146,11 @@ def test_the_penalty_moves_the_grasp_critic_only(full):
 
 def test_what_enters_the_targets():
     """Nothing behind a termination; the slow encoder; the entropy where asked for, and masked."""
-    losses = lambda batch, change=None, **o: losses_of(make_agent(**o), batch, change)  # noqa: E731
 
-    def losses_of(agent, batch, change):
-        with torch.no_grad():
-            for param in agent.critic_target[change].parameters() if change else ():
-                param.add_(0.5)
+    def losses(batch, change=None, **options):
+        agent = make_agent(**options)
+        for param in agent.critic_target[change].parameters() if change else ():
+            param.data.add_(0.5)
         stats = agent.update(batch, full=False)
         return stats["critic_loss"].item(), stats["grasp_critic_loss"].item()
 
@@ -210,8 +187,9 @@ def test_targets_follow_after_every_update_and_the_temperature_is_steered():
         agent.update(make_batch(), full)
         assert torch.allclose(agent.flat_target, before + 0.25 * (agent.flat_critic - before), atol=1e-6)
     for wanted, rises in ((1e3, True), (-1e3, False)):
-        agent = make_agent()
+        agent = make_agent(init_alpha=5e-4)
         agent.target_entropy, before = wanted, agent.alpha().item()
+        assert before == pytest.approx(5e-4, rel=1e-3)
         agent.update(make_batch())
         assert (agent.alpha().item() > before) == rises
 
@@ -219,7 +197,6 @@ def test_targets_follow_after_every_update_and_the_temperature_is_steered():
 def test_the_cloning_term_counts_demo_rows_only():
     agent, batch, mean = make_agent(), make_batch(), torch.zeros(N, 6)
     expected = 0.5 * batch["actions"][N // 2 :].square().sum(1).mean()
-    assert torch.isclose(agent.more_actor_losses(batch, mean)["bc_loss"], expected)
     batch["actions"][: N // 2] = 9.0
     assert torch.isclose(agent.more_actor_losses(batch, mean)["bc_loss"], expected)
     none = batch | {"is_demo": torch.zeros(N, dtype=torch.bool)}
@@ -252,18 +229,8 @@ def test_nan_never_reaches_the_weights(where):
             agent.update(batch)
 
 
-@pytest.mark.parametrize("grasp, continuous", [(0, 6), (3, 6), (0, 12), (9, 12)])
-def test_every_layout_and_encoder_learns_a_known_value(grasp, continuous):
-    agent = make_agent(grasp, continuous, encoder="conv" if continuous == 6 else "softmax")
-    batch = make_batch(continuous, masks=torch.zeros(N), rewards=torch.ones(N))
-    for _ in range(60):
-        stats = agent.update(batch)
-    assert stats["q_values"].item() == pytest.approx(1.0, abs=0.15) and ("grasp_critic_loss" in stats) == (grasp > 0)
-
-
 def test_every_camera_and_vector_matters_and_cloning_clones():
-    args = Args(hidden_size=16, lr=1e-2)
-    agent = SACHybridAgent(["left", "right"], 6, 3, "cpu", args, (8, 8, 3), 4)
+    agent = SACHybridAgent(["left", "right"], 6, 3, "cpu", Args(hidden_size=16, lr=1e-2), (8, 8, 3), 4)
     rng = np.random.default_rng(0)
     obs = {key: rng.integers(0, 256, (8, 8, 3)).astype(np.uint8) for key in ("left", "right")}
     obs |= {key: rng.normal(size=2).astype(np.float32) for key in ("pose", "force")}

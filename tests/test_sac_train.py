@@ -1,6 +1,5 @@
 """sac_hybrid.py as a whole: environments, the human, threads, faults, resume, the command line."""
 
-import json
 import os
 import pickle
 import signal
@@ -8,13 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import tyro
-from conftest import ROOT
+from conftest import ROOT, forked, same
+from conftest import metrics_without_times as rows
 
 import sac_hybrid
 from sac_hybrid import MODES, Args, BarWorld, Link, Robot, SACHybridAgent, evaluate_robot, main
@@ -23,12 +22,6 @@ TINY = dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1
 TINY |= dict(hidden_size=16, log_interval=15, intervention_steps=100, device="cpu", eval_every=30)
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
 COMMAND = [sys.executable, str(ROOT / "sac_hybrid.py"), *FLAGS]
-
-
-def rows(run_dir):
-    """metrics.jsonl without what a clock says"""
-    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if "time" not in k and "SPS" not in k} for line in lines]
 
 
 def acting():
@@ -60,24 +53,8 @@ def test_expert_human_and_chance(mode):
     assert success >= 0.9 and steps > 1.9 * expert_steps
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_continuous_dim_matters(mode):
-    """The expert with one dim of the action frozen fails."""
-    env, layout = BarWorld(mode, "expert"), Robot(Args(setup_mode=mode), human=False).layout
-    for dim in layout.continuous:
-        frozen = lambda dim=dim: env.human() * (np.arange(layout.action_dim) != dim)  # noqa: E731
-        assert play(env, frozen, 20)[0] <= 0.5, dim
-
-
-def test_gripper_needs_pose_and_lift_and_the_bar_is_in_the_picture_only():
+def test_the_bar_is_in_the_picture_only():
     env = BarWorld(human="expert")
-    env.reset(seed=1)
-    env.step([0, 0, 0, 0, 0, 0, -1])
-    assert env.width == 0 and not env.held  # closed on nothing; the expert opens again, and recovers
-    terminated = False
-    while not terminated and env.steps < 15:
-        *_, terminated, _, _ = env.step(env.human())
-    assert terminated and env.held.all() and env.pose[0, 2] > 0.5
     one, _ = env.reset(seed=1)
     env.object[0, :2] *= -1
     two = env.observe()
@@ -154,22 +131,19 @@ def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
     assert (metrics["buffer/online_size"], metrics["buffer/demo_size"]) == (10, 3)
     assert (metrics["charts/intervention_steps"], metrics["charts/intervention_count"]) == (3, 2)
     assert metrics["charts/intervention_rate"] == pytest.approx(0.3)
-    online, demo = buffers
-    for rb in buffers:  # the human's action is what is stored, clipped to the box; a time limit bootstraps
-        starts = np.flatnonzero(rb.starts)
-        steps = rb.slots["obs"]["proprio"][starts, 0].astype(int).tolist()
-        assert steps == (list(range(10)) if rb is online else [3, 4, 7]) and (rb.slots["masks"][starts] == 1).all()
-        actions = rb.slots["actions"][starts]
-        human = [actions[steps.index(step)] for step in (3, 4, 7)]
-        assert [set(action.tolist()) for action in human] == [{-0.75}, {-1.0}, {-0.75}]
-    closing = [online.slots["grasp_penalty"][i] for i in np.flatnonzero(online.starts)]
-    held, expected = 0.0, []
-    for action in online.slots["actions"][np.flatnonzero(online.starts)]:  # on the executed toggle, whoever made it
-        now = action[6] if round(float(action[6])) else held
-        expected.append(-0.02 * ((now < 0) != (held < 0)))
+    for rb, expected in zip(buffers, (list(range(10)), [3, 4, 7]), strict=True):
+        rows = rb.slots[np.flatnonzero(rb.starts)]
+        steps = rows["obs"]["proprio"][:, 0].astype(int).tolist()
+        assert steps == expected and (rows["masks"] == 1).all(), "a time limit bootstraps"
+        human = [set(rows["actions"][steps.index(step)].tolist()) for step in (3, 4, 7)]
+        assert human == [{-0.75}, {-1.0}, {-0.75}], "the human's action is what is stored, clipped to the box"
+    rows, held = buffers[0].slots[np.flatnonzero(buffers[0].starts)], 0.0
+    for row in rows:  # on the executed toggle, whoever made it
+        now = row["actions"][6] if round(float(row["actions"][6])) else held
+        assert row["grasp_penalty"] == pytest.approx(-0.02 * ((now < 0) != (held < 0)))
         held = now
-    assert closing == pytest.approx(expected) and min(closing) < 0
-    assert main(own(tmp_path, "ScriptedHuman", timeout_terminal=True, run_dir=str(tmp_path / "other")))
+    assert rows["grasp_penalty"].min() < 0
+    main(own(tmp_path, "ScriptedHuman", timeout_terminal=True, run_dir=str(tmp_path / "other")))
     assert buffers[2].slots["masks"][:10].tolist() == [1.0] * 9 + [0.0]
 
 
@@ -185,11 +159,9 @@ def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name), human=False)
         agent = SACHybridAgent(*robot.dims, "cpu", robot.args, *robot.sizes)
-        scores = evaluate_robot(agent, robot, 0, 3)
-        assert bool(scores) == counted  # nothing left: the policy is not judged
+        assert bool(evaluate_robot(agent, robot, 0, 3)) == counted  # nothing left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
-    assert "without human: cannot judge" in capsys.readouterr().out
     assert "eval/success_rate" not in metrics and (tmp_path / "run" / "final_model.pth").exists()
 
 
@@ -214,9 +186,9 @@ def test_image_only_demos_of_the_manual_train(tmp_path, capsys):
 
 
 def test_a_gymnasium_environment_with_box_observations(tmp_path):
-    own = dict(setup_mode="single-arm-fixed-gripper", eval_episodes=0, hidden_size=16, batch_size=8, device="cpu")
-    own |= dict(max_steps=30, training_starts=10, random_steps=5, report_episodes=1, num_critics=10)
-    metrics = main(Args(env_id="Pendulum-v1", run_dir=str(tmp_path / "run"), **own))
+    sizes = dict(hidden_size=16, batch_size=8, max_steps=30, training_starts=10, random_steps=5, num_critics=10)
+    options = dict(setup_mode="single-arm-fixed-gripper", eval_episodes=0, report_episodes=1, device="cpu")
+    metrics = main(Args(env_id="Pendulum-v1", run_dir=str(tmp_path / "run"), **sizes, **options))
     assert metrics["eval/episodic_length"] == 200 and metrics["charts/updates"] == 20
     with pytest.raises(SystemExit, match="Discrete"):
         Robot(Args(env_id="CartPole-v1"), human=False)
@@ -305,9 +277,8 @@ def test_snapshots_are_never_half_updated():
         value = 0.0
         while not stop.is_set():
             value += 1
-            with torch.no_grad():
-                for param in agent.acting():  # one after the other, as an optimizer would
-                    param.fill_(value)
+            for param in agent.acting():  # one after the other, as an optimizer would
+                param.data.fill_(value)
             link.publish(agent)
 
     learner, seen = threading.Thread(target=learn), []
@@ -316,10 +287,10 @@ def test_snapshots_are_never_half_updated():
         while len(seen) < 30:
             link.grant(*link.actors)
             _, snapshot = link.receive()
-            if snapshot[0] >= 1 and not (seen and seen[-1] == snapshot[0]):
-                assert (snapshot == snapshot[0]).all()
-                time.sleep(0.002)
-                assert (snapshot == snapshot[0]).all()  # a copy: later updates do not reach it
+            if snapshot[0] >= 1 and snapshot[0] not in seen:
+                for _ in range(2):
+                    assert (snapshot == snapshot[0]).all()
+                    time.sleep(0.002)  # a copy: later updates do not reach it
                 seen.append(snapshot[0].item())
     finally:
         stop.set()
@@ -327,73 +298,48 @@ def test_snapshots_are_never_half_updated():
     assert seen == sorted(seen)
 
 
-def test_an_exception_in_the_learner_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(SACHybridAgent, "update", lambda self, batch, full: 1 / 0)
-    start = time.time()
-    with pytest.raises(ZeroDivisionError):
-        main(Args(**TINY, run_dir=str(tmp_path / "run")))
-    assert time.time() - start < 20 and not acting()
-
-
 # --- resume ---
-def same_weights(*run_dirs):
-    one, two = (torch.load(path / "latest.pth")["agent"] for path in run_dirs)
-    moments = [[o["state"][0]["exp_avg_sq"] for o in agent["_extra_state"]["optimizers"]] for agent in (one, two)]
-    names = [name for name, value in one.items() if isinstance(value, torch.Tensor)]
-    return all(torch.equal(one[n], two[n]) for n in names) and all(map(torch.equal, *moments))
-
-
-def test_resume_after_sigkill_is_the_uninterrupted_run(tmp_path):
-    options = dict(max_steps=90, save_every=25, augment_pad=2)
-    main(Args(**TINY | options, run_dir=str(tmp_path / "whole")))
-    killed = tmp_path / "killed"
-    flags = ["--max-steps", "90", "--save-every", "25", "--augment-pad", "2", "--run-dir", str(killed)]
-    process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.DEVNULL)
-    while not (killed / "checkpoint_50.pth").exists() or not (killed / "latest.pth").exists():
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    (killed / "latest.pth.tmp").write_bytes(b"half a file")  # as if killed while saving
-    main(Args(**TINY | options, run_dir=str(killed), resume=True))
-    assert rows(killed) == rows(tmp_path / "whole") and same_weights(killed, tmp_path / "whole")
-
-
 @pytest.mark.parametrize("name", ["checkpoint_40", "latest"])
-def test_a_kill_inside_a_save_and_a_stop_at_random_steps(name, tmp_path, monkeypatch):
-    options, replace = TINY | dict(save_every=20, eval_episodes=0, report_episodes=0, random_steps=45), os.replace
+def test_killed_inside_a_save_and_resumed_is_the_uninterrupted_run(name, tmp_path):
+    """SIGKILL before the file gets its name; at random actions, inside an episode, images shifted."""
+    options, killed = TINY | dict(save_every=20, random_steps=45, augment_pad=2), tmp_path / "killed"
 
-    class Killed(BaseException):
-        pass
+    def die():
+        replace = os.replace
 
-    def dying(source, target):
-        if name in str(target) and (tmp_path / "killed" / "checkpoint_20.pth").exists():
-            raise Killed
-        replace(source, target)
+        def dying(source, target):
+            if name in str(target) and (killed / "checkpoint_20.pth").exists():
+                os.kill(os.getpid(), signal.SIGKILL)
+            replace(source, target)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(os, "replace", dying)
-        main(Args(**options, run_dir=str(tmp_path / "killed")))
-    main(Args(**options, run_dir=str(tmp_path / "killed"), resume=True))
+        os.replace = dying
+        main(Args(**options, run_dir=str(killed)))
+
+    (process,) = forked(die)
+    process.join(100)
+    assert process.exitcode == -signal.SIGKILL
+    main(Args(**options, run_dir=str(killed), resume=True))
     main(Args(**options, run_dir=str(tmp_path / "whole")))
-    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
-    assert same_weights(tmp_path / "killed", tmp_path / "whole")
+    assert rows(killed) == rows(tmp_path / "whole")
+    one, two = (torch.load(folder / "latest.pth")["agent"] for folder in (killed, tmp_path / "whole"))
+    moments = [[o["state"][0]["exp_avg_sq"] for o in agent["_extra_state"]["optimizers"]] for agent in (one, two)]
+    assert same(one, two) and all(map(torch.equal, *moments))
 
 
 def test_ctrl_c_saves_and_resumes(tmp_path):
-    flags = ["--max-steps", "120", "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen([*COMMAND, *flags], stdout=subprocess.PIPE, text=True)
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not rows(tmp_path / "run"):
+    run = tmp_path / "run"
+    process = subprocess.Popen([*COMMAND, "--max-steps", "120", "--run-dir", run], stdout=subprocess.PIPE, text=True)
+    while not (run / "metrics.jsonl").exists() or not rows(run):
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     assert "stopped and saved" in process.communicate(timeout=120)[0] and process.returncode == 0
-    assert torch.load(tmp_path / "run" / "latest.pth")["progress"][4] < 120
-    main(Args(**TINY | dict(max_steps=120), run_dir=str(tmp_path / "run"), resume=True))
-    steps = [row["global_step"] for row in rows(tmp_path / "run")]
+    assert torch.load(run / "latest.pth")["progress"][4] < 120
+    main(Args(**TINY | dict(max_steps=120), run_dir=str(run), resume=True))
+    steps = [row["global_step"] for row in rows(run)]
     assert steps == sorted(steps) and steps.count(120) == 2  # none twice, but for the report
     with pytest.raises(FileExistsError):  # no run overwrites another
-        main(Args(**TINY, run_dir=str(tmp_path / "run")))
+        main(Args(**TINY, run_dir=str(run)))
 
 
 # --- ranks ---
@@ -416,7 +362,7 @@ def test_create_data_and_full_test_use_both_files(tmp_path, monkeypatch):
     assert metrics["buffer/online_size"] == 60 + len(sac_hybrid.load_columns("test_data/failure_demo.pkl")["rewards"])
 
 
-def test_the_command_line(capsys, run_script):
+def test_the_command_line(capsys):
     main(Args(test="quick", device="cpu"))
     shown = capsys.readouterr().out
     for name in ("critic_loss", "grasp_critic_loss", "actor_loss", "alpha_loss", "alpha"):  # the manual: they are shown
@@ -427,31 +373,9 @@ def test_the_command_line(capsys, run_script):
     manual += " --save_dir ./my_training_results"
     with pytest.raises(SystemExit, match="/path/to/demo1.pkl"):
         main(tyro.cli(Args, args=manual.split()))
-    run = run_script("sac_hybrid.py", "--gamma", "2")
-    assert run.returncode == 2 and "at most 1" in run.stderr and "Traceback" not in run.stderr
-
-
-@pytest.mark.parametrize("options", [
-    dict(lr=0.0), dict(max_steps=0), dict(tau=1.5), dict(seed=-1), dict(gamma=float("nan")), dict(num_critics=1),
-    dict(resume=True), dict(algorithm="bc", num_demos=0), dict(env_id="Pendulum-v1", num_demos=3),
-    dict(env_id="Pendulum-v1", human="expert"),
-])  # fmt: skip
-def test_values_that_make_no_sense(options):
-    with pytest.raises(ValueError):
-        Args(**options)
 
 
 def test_a_buffer_that_memory_cannot_hold_and_one_that_cannot_hold_the_demos(tmp_path):
     for size, words in ((10**9, "GB of frames do not fit"), (20, "less than")):
         with pytest.raises(SystemExit, match=words):
             main(Args(**TINY, buffer_size=size, run_dir=str(tmp_path / "run")))
-
-
-def test_the_sentence_of_the_page_is_the_raw_data():
-    sys.path.insert(0, str(ROOT / "benchmark"))
-    import sac_results as study
-
-    page, rows = (ROOT / "docs" / "sac_hybrid.md").read_text(), study.read(study.RESULTS)
-    arms = ("demos + interventions", "human")
-    robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
-    assert f"{robot:.1f} steps where he takes {human:.1f}" in page
