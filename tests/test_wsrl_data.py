@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from wsrl_warmup import (
     COLUMNS,
     Args,
@@ -61,10 +60,9 @@ def test_npz_reaches_the_buffer(tmp_path, capsys):
 
 
 def test_sources_weights_and_names(tmp_path, monkeypatch):
-    (tmp_path / "lr=0.1,tau=1").mkdir()
-    a, b, c = (
-        save(tmp_path / f"lr=0.1,tau=1/{x}.npz", walk(start=10.0 * i, truncations=LAST)) for i, x in enumerate("abc")
-    )
+    folder = tmp_path / "lr=0.1,tau=1"
+    folder.mkdir()
+    a, b, c = (save(folder / f"{i}.npz", walk(start=10.0 * i, truncations=LAST)) for i in range(3))
     specs = [f"demos={a}", f"demos={b}:3.5", f"random={c}", f"mine={c}", a]
     rows, number, returns = load_offline_data(ARGS, specs, ENV)
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
@@ -72,17 +70,17 @@ def test_sources_weights_and_names(tmp_path, monkeypatch):
     assert rows["weights"] == pytest.approx(weights) and list(returns) == ["demos", "random", "mine"]
     assert number.tolist() == np.arange(5).repeat(6).tolist()
     monkeypatch.chdir(tmp_path)
-    assert list(load_offline_data(ARGS, ["./lr=0.1,tau=1/a.npz:2.5"], ENV)[2]) == ["demos"]
+    assert list(load_offline_data(ARGS, ["./lr=0.1,tau=1/0.npz:2.5"], ENV)[2]) == ["demos"]
 
 
 def transitions(**others):
     c = walk()
-    rows = [
-        dict(observations={"state": c["obs"][i], "image": np.zeros((2, 2, 3), np.uint8)}, actions=c["actions"][i],
-             next_observations={"state": c["next_obs"][i]}, rewards=1.0, masks=float(i != 3), dones=i in (3, 5))
-        for i in range(6)
-    ]  # fmt: skip
-    return [row | others for row in rows]
+    rows = []
+    for i in range(6):
+        row = dict(observations={"state": c["obs"][i], "image": np.zeros((2, 2, 3), np.uint8)}, actions=c["actions"][i])
+        row |= dict(next_observations={"state": c["next_obs"][i]}, rewards=1.0, masks=float(i != 3), dones=i in (3, 5))
+        rows.append(row | others)
+    return rows
 
 
 def test_demo_pickles_of_the_sibling(tmp_path):
@@ -96,6 +94,8 @@ def test_demo_pickles_of_the_sibling(tmp_path):
 
 
 def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
+    """The loader is that of sac_hybrid.py, word for word; its tests try more."""
+
     class Hostile:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/owned",)
@@ -103,18 +103,20 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
     nested = [1.0]
     for _ in range(30):
         nested = [nested] * 10
-    wrong = {"hostile": [Hostile()], "empty": [], "list": transitions(rewards=nested), "mask": transitions(masks=7.0)}
-    wrong |= {"huge": transitions(rewards=1e308), "nan": transitions(rewards=float("nan")), "text": "no rows"}
-    words = {"hostile": "system", "mask": "masks of row 0", "huge": "rewards of row 0", "list": "rewards of row 0"}
-    for name, content in wrong.items():
+    images = [dict(observations={"image": np.zeros(2)}, actions=0.0, rewards=0.0, masks=1.0, dones=False)]
+    wrong = {  # -> content, what the line says
+        "hostile": ([Hostile()], "system"),
+        "empty": ([], ""),
+        "list": (transitions(rewards=nested), "rewards of row 0"),
+        "mask": (transitions(masks=7.0), "masks of row 0"),
+        "huge": (transitions(rewards=1e308), "rewards of row 0"),
+        "nan": (transitions(rewards=float("nan")), ""),
+        "text": ("no rows", ""),
+        "images": (images, "a column is missing: 'obs'"),
+    }
+    for name, (content, words) in wrong.items():
         (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(content))
-        refused(tmp_path / f"{name}.pkl", f"{name}.pkl", words.get(name, ""))
-    images = [
-        {k: v for k, v in row.items() if "obs" not in k} | {"observations": {"image": np.zeros(2)}}
-        for row in transitions()
-    ]
-    (tmp_path / "images.pkl").write_bytes(pickle.dumps(images))
-    refused(tmp_path / "images.pkl", "a column is missing: 'obs'")
+        refused(tmp_path / f"{name}.pkl", f"{name}.pkl", words)
     assert not (tmp_path / "owned").exists()
     (tmp_path / "cut.npz").write_bytes(Path(save(tmp_path / "whole.npz", walk())).read_bytes()[:700])
     for path in ("cut.npz", "absent.npz"):
@@ -187,8 +189,6 @@ def test_sources_made_here(tmp_path):
     assert len(rows) == 1200 and np.abs(rows["actions"]).max() <= 1
     before = (tmp_path / "demos.npz").read_bytes()
     (tmp_path / "random.npz").unlink()
-    make_sources(
-        args, ("demos", "random"), tmp_path
-    )  # as after a kill: what is there stays, what is missing comes again
+    make_sources(args, ("demos", "random"), tmp_path)  # as after a kill: what is there stays, what is missing comes
     assert (tmp_path / "demos.npz").read_bytes() == before
     assert (load_offline_data(args, specs, ENV)[0] == rows).all()

@@ -1,13 +1,13 @@
 """wsrl_warmup.py: whole runs, two stages as two commands, resume after a kill, what off means, bad input."""
 
-import gc
+import contextlib
+import copy
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 
 import gymnasium as gym
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import tyro
+from conftest import ROOT, same, spy
+from conftest import metrics_without_times as rows
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 import wsrl_warmup
 from wsrl_warmup import Args, main
 
@@ -43,12 +43,6 @@ def run(folder, data, **options):
     return main(Args(**TINY | dict(run_dir=str(folder), data_dir=data) | options))
 
 
-def rows(folder):
-    """metrics.jsonl without what a clock says"""
-    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "time" not in k and "SPS" not in k} for line in lines]
-
-
 def state(folder):
     return torch.load(Path(folder) / "latest.pth", weights_only=True)
 
@@ -57,10 +51,7 @@ def assert_same_run(a, b):
     assert rows(a) == rows(b)
     one, other = state(a), state(b)
     for name in ("agent", "online_rb", "offline_rb"):
-        assert (one[name] is None) == (other[name] is None)
-        for key, value in (one[name] or {}).items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, other[name][key]), (name, key)
+        assert (one[name] is None) == (other[name] is None) and same(one[name] or {}, other[name] or {}), name
     for left, right in zip(*(x["agent"]["_extra_state"]["optimizers"] for x in (one, other)), strict=True):
         assert torch.equal(left["state"][0]["exp_avg_sq"], right["state"][0]["exp_avg_sq"])
 
@@ -79,38 +70,20 @@ NAMES += " min_offline_ratio num_critics utd_ratio use_prioritized_replay weight
 @pytest.mark.parametrize("preset", TABLE)
 def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys, monkeypatch):
     monkeypatch.setattr(wsrl_warmup.Run, "close", CLOSE if preset == "design" else lambda *_: None)
-    args = Args(preset=preset)
+    args, folder, online_only = Args(preset=preset), tmp_path / "run", preset in ("rlpd", "scratch")
     assert tuple(getattr(args, name) for name in NAMES.split()) == TABLE[preset] and args.layer_norm
     assert Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3  # an explicit option wins
-    own = dict(learning_starts=5) if preset in ("rlpd", "scratch") else dict(warmup_rollout_steps=5, online_steps=25)
-    own |= dict(offline_steps=0) if preset in ("rlpd", "scratch") else {}
-    metrics = run(tmp_path / "run", data, preset=preset, utd_ratio=2, **own)
-    out, lines = capsys.readouterr().out, rows(tmp_path / "run")
+    own = dict(learning_starts=5, offline_steps=0) if online_only else dict(warmup_rollout_steps=5, online_steps=25)
+    metrics = run(folder, data, preset=preset, utd_ratio=2, **own)
+    out, last = capsys.readouterr().out, rows(folder)[-1]
     assert metrics["charts/env_steps"] == 30 and f"preset {preset}: " in out
-    assert ("switch: return of suboptimal -" in out) == (preset not in ("rlpd", "scratch"))
-    assert lines[-1]["buffer/offline_size"] == 400 * args.retention_ratio and lines[-1]["buffer/online_size"] == 30
-    assert (tmp_path / "run" / "final_model.pth").exists()
+    assert ("switch: return of suboptimal -" in out) != online_only
+    assert last["buffer/offline_size"] == 400 * args.retention_ratio and last["buffer/online_size"] == 30
+    assert (folder / "final_model.pth").exists()
     if preset == "design":
-        assert json.loads((tmp_path / "run" / "args.json").read_text())["retention_ratio"] == 0.5
-        assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 50
-        assert (tmp_path / "run" / "curves.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize("policy, trusted", [(-1.0, "policy"), (-1e4, "data")])
-def test_the_switch_says_which_to_trust(policy, trusted, tmp_path, data, capsys, monkeypatch):
-    monkeypatch.setattr(wsrl_warmup, "evaluate_policy", lambda *_: {"eval/episodic_return": policy})
-    run(tmp_path / "run", data, online_steps=1)
-    returns = {name: np.load(f"{data}/{name}.npz")["rewards"].sum() for name in ("suboptimal", "random")}
-    shown = " ".join(f"{name} {total:.1f}" for name, total in returns.items())  # one episode of each
-    assert f"switch: return of {shown}, of the policy {policy:.1f}: trust the {trusted}" in capsys.readouterr().out
-
-
-def test_offline_share_over_a_run(tmp_path, data):
-    run(tmp_path / "run", data, offline_decay_rate=0.9, batch_size=10, log_interval=1)
-    shares = {
-        r["charts/env_steps"]: r["buffer/offline_frac"] for r in rows(tmp_path / "run") if "buffer/offline_frac" in r
-    }
-    assert shares[0] == 1 and [shares[t] for t in (1, 2, 3, 7, 30)] == pytest.approx([0.9, 0.8, 0.7, 0.5, 0.5])
+        assert json.loads((folder / "args.json").read_text())["retention_ratio"] == 0.5
+        assert json.loads((folder / "summary.json").read_text())["global_step"] == 50
+        assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize(
@@ -128,8 +101,7 @@ def test_two_commands_are_one_run(own, tmp_path, data):
     assert rows(tmp_path / "first") == [row for row in whole if row["global_step"] <= 20]
     assert rows(tmp_path / "second") == [row for row in whole if row["global_step"] > 20]
     assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
-    one, other = state(tmp_path / "both"), state(tmp_path / "second")
-    assert all(torch.equal(x, other["agent"][k]) for k, x in one["agent"].items() if isinstance(x, torch.Tensor))
+    assert same(state(tmp_path / "both")["agent"], state(tmp_path / "second")["agent"])
     if "filtered_data_path" in hand:
         assert len(torch.load(hand["filtered_data_path"])["priorities"]) == (400 if own else 200)
     for wrong in ("checkpoint_path", "filtered_data_path"):
@@ -142,11 +114,8 @@ class Killed(BaseException):
 
 
 gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
-RUNS = [
-    {},
-    dict(preset="wsrl", warmup_rollout_steps=12, num_critics=3),
-    dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3),
-]
+RUNS = [{}, dict(preset="wsrl", warmup_rollout_steps=12, num_critics=3)]
+RUNS += [dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3)]
 RUNS += [dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, online_steps=50, learning_starts=48)]
 
 
@@ -192,57 +161,44 @@ def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, 
 
 
 def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
-    run(tmp_path / "whole", data, online_steps=60)
-    flags = TINY | dict(online_steps=60, save_every=10, run_dir=tmp_path / "killed", data_dir=data)
+    options = dict(online_steps=60, save_every=10)
+    run(tmp_path / "whole", data, **options)
+    flags = TINY | options | dict(run_dir=tmp_path / "killed", data_dir=data)
     command = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     process = subprocess.Popen([sys.executable, str(ROOT / "wsrl_warmup.py"), *command], stdout=subprocess.DEVNULL)
-    end, path = time.time() + 120, tmp_path / "killed" / "latest.pth"
-    while not path.exists():
-        assert process.poll() is None and time.time() < end
+    while not (tmp_path / "killed" / "latest.pth").exists():
+        assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    run(tmp_path / "killed", data, online_steps=60, save_every=10, resume=True)
+    run(tmp_path / "killed", data, **options, resume=True)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_signal_saves_and_ends(tmp_path, data, monkeypatch, capsys):
-    log = wsrl_warmup.Run.log
-
-    def interrupt(self, metrics):
-        log(self, metrics)
-        if metrics["global_step"] == 25:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(wsrl_warmup.Run, "log", interrupt)
-        run(tmp_path / "run", data)
-    assert state(tmp_path / "run")["step"] == 25 and f"--resume --run-dir {tmp_path / 'run'}" in capsys.readouterr().out
-    with pytest.raises(FileExistsError):
-        run(tmp_path / "run", data)  # no run overwrites another
-    run(tmp_path / "run", data, resume=True)
-    run(tmp_path / "whole", data)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("fault", ["raises", "nan"])
-def test_an_arm_that_fails_costs_nothing_learned(fault, tmp_path, data, monkeypatch):
-    """Saved, then the traceback; a NaN observation is never answered with an action. Resumed: the run without it."""
+@pytest.mark.parametrize("fault", ["signal", "raises", "nan"])
+def test_a_signal_or_an_arm_that_fails_costs_nothing_learned(fault, tmp_path, data, monkeypatch):
+    """Saved, then the end or the traceback; a NaN observation is never answered. Resumed: the run without it."""
     run(tmp_path / "whole", data)
     actions, step = [], wsrl_warmup.Collector.step
 
     def broken(self, action):
         actions.append(action)
-        if len(actions) == 13:
-            if fault == "raises":
-                raise OSError("the arm is stuck")
+        if len(actions) == 13 and fault == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif len(actions) == 13 and fault == "raises":
+            raise OSError("the arm is stuck")
+        elif len(actions) == 13:
             self.env = gym.wrappers.TransformObservation(self.env, lambda obs: obs * np.nan, None)
         return step(self, action)
 
-    with monkeypatch.context() as patch, pytest.raises((OSError, ValueError), match="stuck|gave reward"):
+    error = contextlib.nullcontext() if fault == "signal" else pytest.raises((OSError, ValueError), match="stuck|gave")
+    with monkeypatch.context() as patch, error:
         patch.setattr(wsrl_warmup.Collector, "step", broken)
         run(tmp_path / "run", data)
-    assert state(tmp_path / "run")["step"] == 32 and len(actions) == 13 and np.isfinite(actions).all()
+    assert state(tmp_path / "run")["step"] == 32 + (fault == "signal")
+    assert len(actions) == 13 and np.isfinite(actions).all()
+    with pytest.raises(FileExistsError):
+        run(tmp_path / "run", data)  # no run overwrites another
     run(tmp_path / "run", data, resume=True)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
@@ -267,7 +223,7 @@ def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
     hand = dict(warmup_rollout_steps=30, online_steps=0, checkpoint_path=str(tmp_path / "warm.pth"))
     run(tmp_path / "run", data, preset="wsrl", **hand)
     before, after = torch.load(tmp_path / "warm.pth", weights_only=True), state(tmp_path / "run")
-    assert all(torch.equal(x, after["agent"][k]) for k, x in before["agent"].items() if isinstance(x, torch.Tensor))
+    assert same(before["agent"], after["agent"])
     moments = [s["agent"]["_extra_state"]["optimizers"][0]["state"][0] for s in (before, after)]
     assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"]) and moments[0]["step"] == moments[1]["step"]
     stored = after["online_rb"]["rows"].numpy().view(wsrl_warmup.row_dtype(ENV))
@@ -275,29 +231,6 @@ def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
     for step, row in zip(range(21, 51), stored, strict=True):  # the policy's sample, not its mean, not a random action
         noise = np.random.default_rng([1, 3, step]).standard_normal(1, np.float32)
         assert row["actions"] == pytest.approx(agent.act(row["obs"], noise))
-
-
-def test_offline_arrays_are_released(tmp_path, data, monkeypatch):
-    """Nobody holds the buffer of the warm-up any more once the first online step is taken."""
-    buffers, alive = [], []
-    make, step = wsrl_warmup.PrioritizedReplayBuffer.__init__, wsrl_warmup.Collector.step
-
-    def watch_make(self, capacity, dtype, alpha, rows=()):
-        if len(rows):
-            buffers.append(weakref.ref(self))
-        make(self, capacity, dtype, alpha, rows)
-
-    def watch_step(self, action):
-        gc.collect()
-        alive.append(sum(rb() is not None for rb in buffers))
-        return step(self, action)
-
-    monkeypatch.setattr(wsrl_warmup.PrioritizedReplayBuffer, "__init__", watch_make)
-    monkeypatch.setattr(wsrl_warmup.Collector, "step", watch_step)
-    run(tmp_path / "wsrl", data, preset="wsrl", num_critics=2, warmup_rollout_steps=3, online_steps=3)
-    assert set(alive) == {0}  # of what was read from files
-    run(tmp_path / "design", data, online_steps=3)
-    assert set(alive[6:]) == {1}  # what was kept
 
 
 def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
@@ -329,21 +262,20 @@ def test_off_is_the_plain_path_and_on_is_not(tmp_path, data):
 
 
 def test_what_reaches_an_update(tmp_path, data, monkeypatch):
-    """Beta over the run, the conservative weight of each stage, the actor in the last update of a step."""
-    betas, updates = [], []
-    sample, update = wsrl_warmup.sample_mixed, wsrl_warmup.WarmupAgent.update
+    """Offline share and beta over the run, the conservative weight of each stage, the actor once in a step."""
+    drawn, updates = spy(monkeypatch, wsrl_warmup, "sample_mixed"), []
+    update = wsrl_warmup.WarmupAgent.update
 
-    def watch_sample(args, buffers, split, beta, *rest):
-        betas.append(beta)
-        return sample(args, buffers, split, beta, *rest)
-
-    def watch_update(self, batch, full):
+    def watch(self, batch, full):
         updates.append((full, self.cql_alpha))
         return update(self, batch, full)
 
-    monkeypatch.setattr(wsrl_warmup, "sample_mixed", watch_sample)
-    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "update", watch_update)
-    run(tmp_path / "run", data, utd_ratio=3, offline_objective="cql", cql_alpha=0.5, online_cql_alpha=0.25)
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "update", watch)
+    options = dict(offline_objective="cql", cql_alpha=0.5, online_cql_alpha=0.25, offline_decay_rate=0.9, batch_size=10)
+    run(tmp_path / "run", data, utd_ratio=3, **options)
+    splits, betas = [args[2] for args, _ in drawn], [args[3] for args, _ in drawn]
+    assert splits[:20] == [(10, 0)] * 20 and splits[20::3][:5] == [(10 - n, n) for n in range(1, 6)]
+    assert splits[-1] == (5, 5)
     assert [betas[0], betas[19], betas[20], betas[-1]] == pytest.approx([0.412, 0.64, 0.652, 1.0])
     assert updates == [(True, 0.5)] * 20 + [(False, 0.25), (False, 0.25), (True, 0.25)] * 30
 
@@ -382,7 +314,7 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
         if len(batch["rewards"]) == 400:  # retention, afterwards
             return judge(self, batch)
         assert len(batch["rewards"]) == 200  # one of the three episodes is held out
-        kept.append({k: x.clone() for k, x in self.state_dict().items() if isinstance(x, torch.Tensor)})
+        kept.append(copy.deepcopy(self.state_dict()))
         return torch.full((2, 4), next(errors) ** 0.5), torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5  # variance 1
 
     monkeypatch.setattr(wsrl_warmup.WarmupAgent, "errors", watch)
@@ -390,10 +322,9 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
     run(tmp_path / "run", data, early_stop_patience=2, **hand)
     assert len(kept) == 4 and "early stop after 4 updates" in capsys.readouterr().out
     warm = torch.load(tmp_path / "warm.pth", weights_only=True)
-    assert all(torch.equal(x, warm["agent"][name]) for name, x in kept[1].items()) and warm["step"] == 20
-    assert [r["losses/heldout_error"] for r in rows(tmp_path / "run") if "losses/heldout_error" in r] == pytest.approx(
-        [3, 2, 5, 4]
-    )
+    assert same(kept[1], warm["agent"]) and warm["step"] == 20
+    judged = [row["losses/heldout_error"] for row in rows(tmp_path / "run") if "losses/heldout_error" in row]
+    assert judged == pytest.approx([3, 2, 5, 4])
 
 
 def test_normalised_by_the_offline_statistics(tmp_path, data):
@@ -404,24 +335,6 @@ def test_normalised_by_the_offline_statistics(tmp_path, data):
     assert weights["critic_target.encoder.std"].numpy() == pytest.approx(obs.std(0), rel=1e-3)
     run(tmp_path / "scratch", data, preset="scratch", offline_steps=0, learning_starts=10)  # the space's own bounds
     assert state(tmp_path / "scratch")["agent"]["critic.encoder.std"].tolist() == [1, 1, 8]
-
-
-BAD = ["--retention-ratio 0", "--offline-decay-rate 1.5", "--min-offline-ratio 0.9 --initial-offline-ratio 0.5"]
-BAD += [
-    "--batch-size 0",
-    "--preset nonsense",
-    "--stage offline",
-    "--learner --checkpoint-path absent",
-]
-BAD += ["--preset scratch --offline-data a.npz", "--lr nan", "--resume"]
-
-
-@pytest.mark.parametrize("flags", BAD)
-def test_values_that_make_no_sense_are_refused(flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        tyro.cli(Args, args=flags.split())
-    assert end.value.code == 2 and not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -439,9 +352,8 @@ def test_nothing_is_overwritten(tmp_path):
 def test_names_of_the_design_work(tmp_path):
     flags = "--exp_name hirol --offline_data_path demos.pkl --warmup_steps 50 --checkpoint_path w"
     args = tyro.cli(wsrl_warmup.WSRLConfig, args=flags.split())
-    assert (
-        args.offline_steps == 50 and args.offline_data == ("demos.pkl",) and args.run_dir.startswith("runs/hirol__1__")
-    )
+    assert args.offline_steps == 50 and args.offline_data == ("demos.pkl",)
+    assert args.run_dir.startswith("runs/hirol__1__")
     (tmp_path / "w").touch()
     flags = f"--exp_name hirol --checkpoint_path {tmp_path}/w --demo_path f.pkl --learner"
     args = tyro.cli(Args, args=flags.split())
