@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import os
-import random
 import signal
 
 import pytest
@@ -97,14 +96,6 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch, advice):
     row = metrics_without_times(tmp_path / "run")[1]
     assert row["exp/off_frac"] == 0.25 and row["exp/kept_tasks"] == row["exp/stripped_tasks"] == 2
     assert (tmp_path / "pool").read_bytes() == before, "the user's file is read, never written"
-
-
-@pytest.mark.parametrize("method, kept, stripped", [("ec", 4, 0), ("ei", 0, 4), ("baseline", 0, 0), ("sd", 0, 0)])
-def test_what_a_method_keeps_and_strips(method, kept, stripped, tmp_path, advice):
-    run(tmp_path / "run", method=method, **{} if method == "baseline" else advice)
-    for row in metrics_without_times(tmp_path / "run")[1:]:
-        assert (row["exp/kept_tasks"], row["exp/stripped_tasks"]) == (kept, stripped)
-        assert row["exp/off_frac"] == stripped * 2 / 16 and row["rollout/logprob_mismatch"] < 1e-5
 
 
 def test_the_pool_is_built_from_training_tasks(tmp_path, monkeypatch, advice):
@@ -394,46 +385,35 @@ def die_at_save(nth, after):
 def test_killed_runs_end_like_one_never_stopped(tmp_path):
     """Pool, memory, buckets, skip set, latch, place in the pass, reference: a loss of any would show."""
     run(tmp_path / "whole", **LONG)
-    killed, rng = tmp_path / "killed", random.Random(0)
+    killed = tmp_path / "killed"
 
-    def go_on():
-        run(killed, **LONG, resume=True)
+    def go_on(before, **options):
+        before()
+        run(killed, **LONG | options, resume=True)
+
+    def interrupted_at(step):
+        real = het.validate
+        het.validate = lambda *args: (os.kill(os.getpid(), signal.SIGTERM) if args[-1] == step else None, real(*args))[
+            1
+        ]
 
     for nth, after in ((1, False), (2, True), (2, False)):
-        (process,) = forked(lambda nth=nth, after=after: (die_at_save(nth, after), go_on()))
+        (process,) = forked(lambda nth=nth, after=after: go_on(lambda: die_at_save(nth, after)))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-    (process,) = forked(go_on)
-    process.join(0.5 + 0.5 * rng.random())
-    process.kill()
-    process.join()
-    go_on()
+    (process,) = forked(lambda: go_on(lambda: interrupted_at(4), save_every=100))
+    process.join(60)
+    assert process.exitcode == 0, "SIGTERM saves and ends"
+    assert torch.load(killed / "checkpoint.pt", weights_only=True)["counters"][0] == 4
+    with pytest.raises(FileExistsError):
+        run(killed, **LONG)
+    run(killed, **LONG, resume=True)
     assert_same_run(tmp_path / "whole", killed)
     states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (tmp_path / "whole", killed)]
     assert all(states[0][key] == states[1][key] for key in ("manager", "pool", "counters"))
     rows = metrics_without_times(killed)
     assert rows[-1]["replay/trajectories"] > 0 and any(row.get("replay/experience_tasks") for row in rows)
     assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx([3e-3 * (1 - i / 6) for i in range(6)])
-
-
-def test_sigterm_saves_and_ends(tmp_path):
-    def signalled():
-        real = het.validate
-
-        def validate(*args):
-            if args[-1] == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return real(*args)
-
-        het.validate = validate
-        run(tmp_path / "cut", **LONG | dict(save_every=100))
-
-    (process,) = forked(signalled)
-    process.join(60)
-    assert process.exitcode == 0
-    assert torch.load(tmp_path / "cut" / "checkpoint.pt", weights_only=True)["counters"][0] == 2
-    with pytest.raises(FileExistsError):
-        run(tmp_path / "cut", **LONG)
 
 
 def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
@@ -469,7 +449,7 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
 
 
 # --- environments ---
-def test_lock(monkeypatch):
+def test_what_an_environment_hears_and_says(monkeypatch):
     monkeypatch.undo()
     env = het.TextEnv(het.Args())
     question, info = env.reset(13)
@@ -483,34 +463,7 @@ def test_lock(monkeypatch):
     assert told[-1][2] and told[-1][4] == dict(experience="brass : " + " ".join(secret))
     secrets = {tuple(env.reset(het.PRACTICE + 12 * i)[1]["solution"]) for i in range(99)}
     assert len(secrets) > 50, "the warm start learns no secret"
-
-
-GAME = """
-class Game:
-    actions = ("purr", "sit down")
-
-    def reset(self, seed=None):
-        return f"The {'Cat Dog'.split()[seed % 2]} looks at you {seed}", {}
-
-    def step(self, action):
-        return "well", float(action == "purr"), True, False, {}
-"""
-
-
-def test_own_environment_own_words_own_pool(tmp_path, monkeypatch, capsys):
-    """By a file, as the page says, or by a module; Gymnasium's actions are said as numbers."""
-    monkeypatch.undo()
-    (tmp_path / "game.py").write_text(GAME)
-    (tmp_path / "advice.jsonl").write_text('{"topic": "CAT", "text": "purr loudly"}\n')
-    options = dict(max_turns=2, warm_start_steps=10, experience_pool=str(tmp_path / "advice.jsonl"))
-    metrics = run(tmp_path / "run", env=f"{tmp_path}/game.py:Game", **options, init_exp_before_training=False)
-    assert "1 experiences, for 6 of 12 training tasks" in capsys.readouterr().out
-    assert metrics["exp/retrieval_empty_frac"] < 1 and metrics["charts/success_rate"] > 0
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final_model")
-    assert tokenizer.unk_token_id not in tokenizer("purr loudly sit down looks").input_ids
-    monkeypatch.syspath_prepend(tmp_path)
-    assert het.TextEnv(het.Args(env="game:Game")).actions == ["purr", "sit down"]
-    cliff = het.TextEnv(het.Args(env="CliffWalking-v1"))
+    cliff = het.TextEnv(het.Args(env="CliffWalking-v1"))  # of Gymnasium: actions are said as numbers
     assert cliff.actions == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
     assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, "nonsense is no way out"
 
@@ -561,28 +514,6 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
                 assert text(after).endswith(f"{end}\n{start}assistant\n") and text(after).count(start) == 2
         assert int(data["response_mask"][i].sum()) == len(t.sampler_logprobs)
     assert forced > 0
-
-
-def test_a_row_does_not_depend_on_its_neighbours():
-    args = het.Args(**TINY)
-    envs = [het.TextEnv(args) for _ in range(6)]
-    lm, tokenizer, eos_ids = het.load_agent(args, het.spoken_words(envs[0], [0, 1, 2], [], args))
-    policy, dialogue = het.LanguagePolicy(lm, eos_ids, 1.0), het.Dialogue(tokenizer, False, eos_ids)
-    pool = het.ExperiencePool(args, [])
-    pool.add(None, "amber", "amber : red", -1)
-    uniforms = torch.rand(6, 7, generator=torch.Generator().manual_seed(0))
-
-    def play(rows):
-        games = [het.Trajectory(i, guided=True) for i in rows]
-        het.play_games(policy, games, envs[: len(rows)], pool, dialogue, args, 1, uniforms[rows])
-        return games
-
-    together = play(list(range(6)))
-    assert [t.injected for t in together] == [True, False, False] * 2
-    for i in range(6):
-        alone = play([i])[0]
-        assert alone.steps == together[i].steps
-        assert alone.sampler_logprobs == pytest.approx(together[i].sampler_logprobs, abs=1e-5)
 
 
 def test_the_command_fills_the_run_folder(run_script, tmp_path):

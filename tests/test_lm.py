@@ -112,19 +112,6 @@ def test_sampler_gives_the_log_probs_and_values_of_the_training_pass(kind, separ
     assert sampled["response_mask"].sum(1).unique().numel() > 1, "rows must end at different times"
 
 
-def test_rows_do_not_depend_on_their_neighbours():
-    """A row sampled alone is the row sampled in a batch, although others end earlier or later and padding differs."""
-    policy = make_policy("llama", range(1, 20))
-    prompts = [[5, 6, 7], [9, 8, 7, 6], [4], [3, 3]]
-    uniforms = torch.rand(4, 12, generator=torch.Generator().manual_seed(1))
-    batch = ppo.generate(policy, *pad(prompts, "left"), 12, uniforms)
-    for i, prompt in enumerate(prompts):
-        alone = ppo.generate(policy, *pad([prompt], "left"), 12, uniforms[i : i + 1])
-        length = alone["response_mask"].sum()
-        assert batch["response_mask"][i].sum() == length
-        assert batch["response_ids"][i, :length].tolist() == alone["response_ids"][0].tolist()
-
-
 def test_mask_ends_with_the_first_eos_whichever_it_is():
     eos = set(range(1, 20))
     uniforms = torch.rand(64, 6, generator=torch.Generator().manual_seed(1))
