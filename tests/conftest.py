@@ -96,6 +96,31 @@ def forked(*calls):
     return processes
 
 
+def die_while_saving(name, nth, where):
+    """Patch this process: SIGKILL in its nth saving of this file, half written, before or after it gets its name."""
+    save, replace, saves = torch.save, os.replace, []
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying_save(state, path):
+        saves.append(name in str(path))
+        save(state, path)
+        if saves[-1] and sum(saves) == nth and where == "half":
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    def dying_replace(source, target):
+        due = name in str(target) and sum(saves) == nth
+        if due and where == "before":
+            die()
+        replace(source, target)
+        if due:
+            die()
+
+    torch.save, os.replace = dying_save, dying_replace
+
+
 def two_ranks(call):
     """call(rank) in two forked processes, as torchrun would start them. -> exit codes"""
     with socket.socket() as s:

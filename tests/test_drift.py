@@ -1,7 +1,6 @@
 """Copies stay equal: a top-level block of one name has one text in all scripts, comments included."""
 
 import ast
-import re
 from collections import defaultdict
 
 import conftest
@@ -42,18 +41,6 @@ def test_no_stale_exception(monkeypatch):
     extended = list(PARENT)
     monkeypatch.setattr("test_drift.PARENT", {})
     assert all(len(blocks()[n]) > 1 for n in extended), "copies agree again: drop the exception"
-
-
-def test_a_shared_block_stands_in_one_section():
-    sections = defaultdict(lambda: defaultdict(list))
-    for path in SCRIPTS:
-        section = None
-        for line in path.read_text().splitlines():
-            if banner := re.fullmatch(r"# --- (.+) ---", line):
-                section = banner[1]
-            elif block := re.match(r"(?:def|class) (\w+)", line):
-                sections[block[1]][section].append(path.name)
-    assert not {name: dict(found) for name, found in sections.items() if len(found) > 1}
 
 
 def fields_of(path):

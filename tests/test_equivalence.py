@@ -33,15 +33,6 @@ def test_v2_without_replay_is_v1(options, tmp_path, monkeypatch):
     assert same(a["policy"], b["policy"]) and a["counters"] == b["counters"]
 
 
-def test_until_the_first_draw_v2_is_v1(tmp_path):
-    """Storing alone changes nothing: same numbers until the minimum size is reached."""
-    run(ppo_v1, tmp_path / "v1", num_iterations=4)
-    run(ppo_v2, tmp_path / "v2", **REPLAY | dict(min_replay_size=24, num_iterations=4))
-    v1, v2 = metrics_without_times(tmp_path / "v1"), metrics_without_times(tmp_path / "v2")
-    equal = [all(row[key] == old[key] for key in old) for old, row in zip(v1, v2, strict=True)]
-    assert equal == [True, True, True, True, False]
-
-
 @pytest.mark.parametrize("script, options", [(ppo, {}), (ppo_v2, REPLAY)], ids=["ppo", "ppo_v2"])
 def test_one_seed_one_result(script, options, tmp_path):
     for name in "ab":

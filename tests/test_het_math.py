@@ -1,7 +1,6 @@
 """het_grpo.py: every number of the spec by hand, the pool, the memory, the presets."""
 
 import json
-import math
 import random
 from collections import Counter
 
@@ -29,15 +28,6 @@ def test_shares():
 
 
 # --- losses ---
-def test_shaping():
-    for w, f in ((0.1, 0.5), (1.0, 0.9090909)):
-        assert het.shaped_loss(row(math.log(w)), row(0.0), row(1.0), 0.1).item() == pytest.approx(-f, abs=1e-6)
-    for advantage in (1.0, -2.0):
-        new = row(0.0).requires_grad_()
-        het.shaped_loss(new, row(0.0), row(advantage), 0.1).backward()
-        assert new.grad.item() == pytest.approx(-0.0826446 * advantage, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     "rewards, expected",
     [
@@ -207,32 +197,6 @@ def test_the_mix(size, valid, split):
     assert all(task >= 20 for _ in range(5) for task in mix(5, rng())[1]), "retired ones are passed over"
     manager.skip_uid_set = set(range(40))
     assert len(set(sum(mix(5, rng()), []))) == size, "too few left: retired ones are looked at again"
-
-
-# --- conversion ---
-def test_two_masks_and_two_views():
-    """What stands in the prompt, what is trained as off-policy, whose log-probs count."""
-    advised = dict(injected=True, advised_ids=[9, 9, 1, 2])
-    rows = [make(1, 0), make(1, 1, **advised), make(1, 2, keep=False, **advised), make(1, 3, keep=False)]
-    rows.append(het.convert_offpolicy_to_cmt(make(1, 4, keep=False, **advised), 4, 7))
-    data = het.samples_to_dataproto(rows, "cpu")
-    agent, none = [1, 1, 0, 1], [0] * 4
-    assert data["response_mask"].tolist() == [agent] * 5, "keep and discard differ in the prompt only"
-    plain, told = [0, 0, 1, 2, 6, 7, 8, 9], [9, 9, 1, 2, 6, 7, 8, 9]
-    assert data["ids"].tolist() == [plain, told, plain, plain, plain] and data["mask"].sum(1).tolist() == [
-        6,
-        8,
-        6,
-        6,
-        6,
-    ]
-    off = data["exp_mask"].tolist()
-    assert off == [none, none, agent, none, agent], "stripped or replayed; empty retrieval leaves nothing to strip"
-    assert data["replay_mask"].tolist() == [none] * 4 + [agent]
-    new = het._replace_recorded_old_log_probs(data, torch.full((5, 4), -7.0))
-    assert new.tolist() == [[-7.0] * 4] * 4 + [[-1.0, -9.0, -7.0, -2.0]]
-    for view, guided in (("behavior", 1), ("teacher", 1), ("training", 0)):
-        assert het.prompt_of(rows[2], view) == ([9, 9, 1, 2] if guided else [1, 2])
 
 
 # --- options ---

@@ -11,6 +11,7 @@ import torch
 from conftest import (
     assert_nearly_the_same,
     assert_same_run,
+    die_while_saving,
     forked,
     metrics_without_times,
     same,
@@ -368,20 +369,6 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
 LONG = dict(num_iterations=6, save_every=1, updated_freq=2, retire_solved=True, use_experience_replay=True)
 
 
-def die_at_save(nth, after):
-    """Patch this process: SIGKILL at the nth checkpoint, before or after it gets its name."""
-    real, saves = os.replace, []
-
-    def replace(*paths):
-        saves.append(paths)
-        if len(saves) < nth or after:
-            real(*paths)
-        if len(saves) == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = replace
-
-
 def test_killed_runs_end_like_one_never_stopped(tmp_path):
     """Pool, memory, buckets, skip set, latch, place in the pass, reference: a loss of any would show."""
     run(tmp_path / "whole", **LONG)
@@ -397,8 +384,8 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
             1
         ]
 
-    for nth, after in ((1, False), (2, True), (2, False)):
-        (process,) = forked(lambda nth=nth, after=after: go_on(lambda: die_at_save(nth, after)))
+    for nth, where in ((1, "before"), (2, "after"), (2, "half")):
+        (process,) = forked(lambda nth=nth, where=where: go_on(lambda: die_while_saving("checkpoint.pt", nth, where)))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
     (process,) = forked(lambda: go_on(lambda: interrupted_at(4), save_every=100))

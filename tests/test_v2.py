@@ -135,16 +135,6 @@ def test_corrections_by_hand(correction, advantage, limit, loss, gradient):
     assert bound.item() == (gradient == 0 or limit == 0.5)
 
 
-def test_a_fresh_token_has_the_parents_loss():
-    """mu = pi_prox: none, behaviour and decoupled are plain PPO, to the last bit."""
-    torch.manual_seed(0)
-    new, old, advantages, mask = torch.randn(6, 5), torch.randn(6, 5), torch.randn(6, 5), torch.ones(6, 5)
-    expected = ppo_v2.policy_loss(new, old, advantages, 0.2, 0.2)
-    for correction in ("none", "behaviour", "decoupled"):
-        found = ppo_v2.stale_loss(new, old, old, advantages, mask, correction, None, (0.2, 0.2))
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-
 # --- through the training step ---
 def minibatches(monkeypatch):
     """-> list that main() fills with the rows and the numbers of each optimizer step"""

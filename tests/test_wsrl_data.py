@@ -94,29 +94,17 @@ def test_demo_pickles_of_the_sibling(tmp_path):
 
 
 def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
-    """The loader is that of sac_hybrid.py, word for word; its tests try more."""
+    """The loader is that of sac_hybrid.py, word for word: test_sac_demos.py tries more."""
 
     class Hostile:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/owned",)
 
-    nested = [1.0]
-    for _ in range(30):
-        nested = [nested] * 10
     images = [dict(observations={"image": np.zeros(2)}, actions=0.0, rewards=0.0, masks=1.0, dones=False)]
-    wrong = {  # -> content, what the line says
-        "hostile": ([Hostile()], "system"),
-        "empty": ([], ""),
-        "list": (transitions(rewards=nested), "rewards of row 0"),
-        "mask": (transitions(masks=7.0), "masks of row 0"),
-        "huge": (transitions(rewards=1e308), "rewards of row 0"),
-        "nan": (transitions(rewards=float("nan")), ""),
-        "text": ("no rows", ""),
-        "images": (images, "a column is missing: 'obs'"),
-    }
-    for name, (content, words) in wrong.items():
-        (tmp_path / f"{name}.pkl").write_bytes(pickle.dumps(content))
-        refused(tmp_path / f"{name}.pkl", f"{name}.pkl", words)
+    wrong = {"system": [Hostile()], "rewards of row 0": transitions(rewards=1e308), "column is missing": images}
+    for words, content in wrong.items():
+        (tmp_path / "demo.pkl").write_bytes(pickle.dumps(content))
+        refused(tmp_path / "demo.pkl", "demo.pkl", words)
     assert not (tmp_path / "owned").exists()
     (tmp_path / "cut.npz").write_bytes(Path(save(tmp_path / "whole.npz", walk())).read_bytes()[:700])
     for path in ("cut.npz", "absent.npz"):
