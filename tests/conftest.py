@@ -96,6 +96,19 @@ def forked(*calls):
     return processes
 
 
+def at_call(script, name, nth, action):
+    """Patch this process: before the nth call of a function of the script, do something."""
+    real, calls = getattr(script, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == nth:
+            action()
+        return real(*args, **kwargs)
+
+    setattr(script, name, wrapped)
+
+
 def die_while_saving(name, nth, where):
     """Patch this process: SIGKILL in its nth saving of this file, half written, before or after it gets its name."""
     save, replace, saves = torch.save, os.replace, []

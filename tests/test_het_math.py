@@ -10,10 +10,6 @@ import torch
 import het_grpo as het
 
 
-def row(*values):
-    return torch.tensor([values], dtype=torch.float32)
-
-
 def rng(seed=0):
     return random.Random(seed)
 

@@ -11,6 +11,7 @@ import torch
 from conftest import (
     assert_nearly_the_same,
     assert_same_run,
+    at_call,
     die_while_saving,
     forked,
     metrics_without_times,
@@ -49,6 +50,31 @@ def run(folder, **options):
 def batches(calls):
     """(trajectories, data) of the training samples; the warm start makes samples, too."""
     return [(args[0], data) for args, data in calls if len(args[0]) == 16 and len(args) == 2]
+
+
+def models_before_updates(monkeypatch):
+    """-> list that fills with copies of the language model, as each iteration measures its samples"""
+    lms, real = [], het.compute_log_prob
+
+    def compute(policy, *args):
+        lms.append(copy.deepcopy(policy.lm))
+        return real(policy, *args)
+
+    monkeypatch.setattr(het, "compute_log_prob", compute)
+    return lms
+
+
+def gradients_of_steps(monkeypatch):
+    """-> list that fills with the gradients of each optimizer step, before they are clipped"""
+    gradients, real = [], torch.nn.utils.clip_grad_norm_
+
+    def clip(parameters, *args, **kwargs):
+        parameters = list(parameters)
+        gradients.append([p.grad.clone() for p in parameters])
+        return real(parameters, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    return gradients
 
 
 def pool_file(path, texts):
@@ -153,16 +179,10 @@ def test_stripped_samples(old, tmp_path, monkeypatch, advice, in_order):
 @pytest.mark.parametrize("limit, guarded", [(0.9, 2), (50.0, 0)])
 def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_path, monkeypatch, advice):
     """A stripped ratio is 1 at first, which is above .9; the weights then stay what they were."""
-    start, real = {}, het.compute_log_prob
-
-    def compute(policy, *args):
-        start.update(copy.deepcopy(policy.lm.state_dict()))
-        return real(policy, *args)
-
-    monkeypatch.setattr(het, "compute_log_prob", compute)
+    starts = models_before_updates(monkeypatch)
     options = dict(method="ei", num_minibatches=1, num_iterations=1, update_epochs=2, off_ratio_limit=limit)
     metrics = run(tmp_path / "run", **advice, **options)
-    final = weights(tmp_path / "run")
+    start, final = starts[0].state_dict(), weights(tmp_path / "run")
     assert metrics["losses/guarded_steps"] == guarded
     assert same({key: start[key] for key in final}, final) == (guarded == 2)
     kept = run(tmp_path / "kept", method="baseline", num_iterations=1, off_ratio_limit=limit)
@@ -288,29 +308,16 @@ def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
         for key in [k for k in row if k.startswith("replay/") or k in ("exp/pool_size", "exp/retrieval_empty_frac")]:
             row.pop(key)
     assert plain == other and plain[-1]["losses/grad_norm"] > 0
-    first, second = weights(tmp_path / "plain"), weights(tmp_path / "off")
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "off"))
 
 
-def test_one_step_against_an_oracle(tmp_path, monkeypatch):
+def test_one_step_against_an_oracle(tmp_path, monkeypatch, in_order):
     """Plain GRPO written again, row by row, without padding: losses, gradients and weights of one iteration."""
-    monkeypatch.setattr(torch, "randperm", torch.arange)
-    calls, lms, gradients = spy(monkeypatch, het, "samples_to_dataproto"), [], []
-    real_clip, real_compute = torch.nn.utils.clip_grad_norm_, het.compute_log_prob
-
-    def clip(parameters, most):
-        gradients.append([p.grad.clone() for p in parameters])
-        return real_clip(parameters, most)
-
-    def compute(policy, *args):
-        lms.append(copy.deepcopy(policy.lm))
-        return real_compute(policy, *args)
-
-    monkeypatch.setattr(het, "compute_log_prob", compute)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    calls, starts = spy(monkeypatch, het, "samples_to_dataproto"), models_before_updates(monkeypatch)
+    gradients, clip = gradients_of_steps(monkeypatch), torch.nn.utils.clip_grad_norm_
     options = dict(num_iterations=1, update_epochs=2, temperature=0.9, learning_rate=1e-2)
     metrics = run(tmp_path / "run", method="baseline", **options)
-    (trajectories, _), lm = batches(calls)[0], lms[0]
+    (trajectories, _), lm, theirs = batches(calls)[0], starts[0], list(gradients)
 
     def logp(t):
         ids = t.prompt_ids + [token for _, part in t.steps for token in part]
@@ -339,12 +346,12 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch):
             total, count = total + (value.clamp(min=3.0 * a) if a < 0 else value).sum(), count + len(ratio)
         optimizer.zero_grad()
         (-total / count).backward()
-        for p, theirs in zip(lm.parameters(), gradients[step], strict=True):
-            torch.testing.assert_close(p.grad, theirs, atol=5e-6, rtol=2e-3)
-        real_clip(lm.parameters(), 1.0)
+        for p, gradient in zip(lm.parameters(), theirs[step], strict=True):
+            torch.testing.assert_close(p.grad, gradient, atol=5e-6, rtol=2e-3)
+        clip(lm.parameters(), 1.0)
         optimizer.step()
         mean_loss -= (total / count).item() / 4
-    assert metrics["losses/policy_loss"] == pytest.approx(mean_loss, abs=1e-5) and len(gradients) == 4
+    assert metrics["losses/policy_loss"] == pytest.approx(mean_loss, abs=1e-5) and len(theirs) == 4
     final = weights(tmp_path / "run")
     for key, value in lm.state_dict().items():
         torch.testing.assert_close(value, final[key], atol=5e-4, rtol=1e-3)
@@ -378,17 +385,14 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
         before()
         run(killed, **LONG | options, resume=True)
 
-    def interrupted_at(step):
-        real = het.validate
-        het.validate = lambda *args: (os.kill(os.getpid(), signal.SIGTERM) if args[-1] == step else None, real(*args))[
-            1
-        ]
+    def interrupted():
+        at_call(het, "validate", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     for nth, where in ((1, "before"), (2, "after"), (2, "half")):
         (process,) = forked(lambda nth=nth, where=where: go_on(lambda: die_while_saving("checkpoint.pt", nth, where)))
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-    (process,) = forked(lambda: go_on(lambda: interrupted_at(4), save_every=100))
+    (process,) = forked(lambda: go_on(interrupted, save_every=100))
     process.join(60)
     assert process.exitcode == 0, "SIGTERM saves and ends"
     assert torch.load(killed / "checkpoint.pt", weights_only=True)["counters"][0] == 4
@@ -501,6 +505,28 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
                 assert text(after).endswith(f"{end}\n{start}assistant\n") and text(after).count(start) == 2
         assert int(data["response_mask"][i].sum()) == len(t.sampler_logprobs)
     assert forced > 0
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    args = het.Args(**TINY)
+    envs = [het.TextEnv(args) for _ in range(6)]
+    lm, tokenizer, eos_ids = het.load_agent(args, het.spoken_words(envs[0], [0, 1, 2], [], args))
+    policy, dialogue = het.LanguagePolicy(lm, eos_ids, 1.0), het.Dialogue(tokenizer, False, eos_ids)
+    pool = het.ExperiencePool(args, [])
+    pool.add(None, "amber", "amber : red", -1)
+    uniforms = torch.rand(6, 7, generator=torch.Generator().manual_seed(0))
+
+    def play(rows):
+        games = [het.Trajectory(i, guided=True) for i in rows]
+        het.play_games(policy, games, envs[: len(rows)], pool, dialogue, args, 1, uniforms[rows])
+        return games
+
+    together = play(list(range(6)))
+    assert [t.injected for t in together] == [True, False, False] * 2
+    for i in range(6):
+        alone = play([i])[0]
+        assert alone.steps == together[i].steps
+        assert alone.sampler_logprobs == pytest.approx(together[i].sampler_logprobs, abs=1e-5)
 
 
 def test_the_command_fills_the_run_folder(run_script, tmp_path):

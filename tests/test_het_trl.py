@@ -3,12 +3,10 @@
 Skipped where TRL is missing: pip install trl==1.16.0
 """
 
-import copy
-
 import pytest
 import torch
 from conftest import spy, weights
-from test_het_train import TINY, batches, easy_locks  # noqa: F401  (a fixture)
+from test_het_train import TINY, batches, easy_locks, gradients_of_steps, models_before_updates  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import het_grpo as het
@@ -20,24 +18,12 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
     """Losses, gradients and weights of two optimizer steps on one batch: ratio 1, then ratios that are clipped."""
     from datasets import Dataset
 
-    lms, gradients, real_compute, real_clip = [], [], het.compute_log_prob, torch.nn.utils.clip_grad_norm_
-
-    def compute(policy, *args):
-        lms.append(copy.deepcopy(policy.lm))
-        return real_compute(policy, *args)
-
-    def clip(parameters, *args, **kwargs):  # gradients of every optimizer step, before clipping
-        parameters = list(parameters)
-        gradients.append([p.grad.clone() for p in parameters])
-        return real_clip(parameters, *args, **kwargs)
-
+    starts, gradients = models_before_updates(monkeypatch), gradients_of_steps(monkeypatch)
     samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss"))
-    monkeypatch.setattr(het, "compute_log_prob", compute)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     rate = dict(learning_rate=0.03)
     sizes = dict(num_iterations=1, num_minibatches=1, update_epochs=2)
     metrics = het.main(het.Args(**TINY | rate | sizes, method="baseline", run_dir=str(tmp_path / "ours")))
-    (trajectories, _), lm = batches(samples)[0], lms[0]
+    (trajectories, _), lm = batches(samples)[0], starts[0]
     lm.save_pretrained(tmp_path / "start")  # TRL makes its reference from the folder
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
     ours, finals = list(gradients), weights(tmp_path / "ours")

@@ -44,12 +44,6 @@ def test_every_link_resolves(page):
     assert papers and all(re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}(v\d)?", link) for link in papers)
 
 
-def test_colours_lose_no_character():
-    source = (ROOT / "ppo_v2.py").read_text()
-    plain = [re.sub(r"<[^>]+>", "", line) for line in build.colour(source)]
-    assert [html.unescape(line) for line in plain] == source.splitlines()
-
-
 @pytest.mark.parametrize("parent, child", CHILDREN)
 def test_every_change_is_shown_under_its_marker(page, parent, child):
     a, source = (ROOT / parent).read_text().splitlines(), (ROOT / child).read_text()
@@ -65,12 +59,6 @@ def test_every_change_is_shown_under_its_marker(page, parent, child):
         part = re.search(rf'<h3 id="{marker.replace(": ", "-")}">.*?(?=<h3|$)', section(page, child), re.S)[0]
         marked = {i + 1 for i, line in enumerate(b) if i > end and re.search(rf"# (.*; )?{marker}\b", line)}
         assert marked and marked <= {int(n) for n in re.findall(r'class="line add"><s>(\d+)', part)}, marker
-
-
-def test_a_block_that_two_scripts_share_is_shown_once(page):
-    assert page.count("<s>") < 12_000
-    assert "Word for word as in sac_hybrid.py:" in section(page, "wsrl_warmup.py")
-    assert "<code>td_target</code> " not in section(page, "wsrl_warmup.py")  # in the list only, with a comma after it
 
 
 CHECK = """<iframe id=f height=844 src=page.html></iframe><script>f.width = WIDTH; f.onload = () => {

@@ -70,6 +70,17 @@ def test_samples_are_uniform():
     assert len(counts) == len(buffer) and abs(counts - expected).max() < 6 * expected**0.5
 
 
+def test_a_restored_ring_goes_on_where_it_was():
+    one, two = FrameBuffer(20, RECORD), FrameBuffer(20, RECORD)
+    for step in range(31):
+        one.insert(record(step, step + 1))
+    two.load_state_dict(one.state_dict())
+    for buffer in (one, two):
+        buffer.insert(record(31, 32))
+        buffer.insert(record(40, 41))
+    assert pairs(one) == pairs(two) and (31, 32) in pairs(two)
+
+
 def test_a_batch_has_always_b_rows_the_last_of_them_demos():
     args, layout = Args(batch_size=9), ActionLayout(3, 1)
     online, demo, empty = (FrameBuffer(50, RECORD) for _ in range(3))

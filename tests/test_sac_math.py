@@ -155,8 +155,9 @@ def test_what_enters_the_targets():
         return stats["critic_loss"].item(), stats["grasp_critic_loss"].item()
 
     ended = make_batch(masks=torch.zeros(N))
-    for part in ("encoder", "qf", "discrete_qf"):
-        assert losses(ended, part) == losses(ended) and losses(make_batch(), part) != losses(make_batch())
+    for part, moves in dict(encoder=(True, True), qf=(True, False), discrete_qf=(False, True)).items():
+        moved = zip(losses(make_batch(), part), losses(make_batch()), strict=True)
+        assert tuple(a != b for a, b in moved) == moves and losses(ended, part) == losses(ended), part
     on, off = dict(backup_entropy=True, init_alpha=0.5), dict(init_alpha=0.5)
     assert losses(make_batch(), **on)[0] != losses(make_batch(), **off)[0]
     assert losses(ended, **on) == losses(ended, **off)

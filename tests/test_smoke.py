@@ -4,10 +4,12 @@ import importlib
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +131,20 @@ def test_a_bad_value_exits_with_2_names_the_option_and_writes_nothing(name, caps
             tyro.cli(importlib.import_module(name).Args, args=case.split())
         assert stop.value.code == 2 and not list(tmp_path.iterdir()), case
         assert re.findall(r"--[\w-]*?(\w+)(?= |$)", case)[-1] in capsys.readouterr().err.replace("_", "-"), case
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+@pytest.mark.parametrize("name", SCRIPTS[1:])
+def test_a_checkpoint_cannot_run_code(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for file in ("checkpoint.pt", "latest.pth"):
+        torch.save({"args": Evil()}, f"run/{file}")
+    script, options = importlib.import_module(name), TINY_LM if name in LM_SCRIPTS else dict(device="cpu")
+    with pytest.raises((pickle.UnpicklingError, SystemExit), match="mkdir|does not hold"):
+        script.main(script.Args(**options, run_dir="run", resume=True))
+    assert not Path("evil").exists()

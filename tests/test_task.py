@@ -32,7 +32,7 @@ def test_the_warm_start_teaches_the_form_and_not_the_order():
     with pytest.MonkeyPatch.context() as patch:
         calls = spy(patch, tokenizer.__class__, "__call__")
         ppo.warm_start(lm, train, tokenizer, args)
-    halves = [text.removesuffix("<eos>").split("=") for (_, texts), _ in calls for text in texts]
+    halves = [text.removesuffix("<eos>").split("=") for (_, texts, *_), _ in calls for text in texts]
     assert len(halves) == 60 * 64 and all(sorted(question) == sorted(answer) for question, answer in halves)
     in_order = [answer == "".join(sorted(answer)) for _, answer in halves if len(set(answer)) == 2]
     assert sum(in_order) / len(in_order) == pytest.approx(0.5, abs=0.05)
@@ -106,6 +106,19 @@ def scores_of(scorer=None, **options):
     rows = ppo.rollout(policy, [("21=", "12")] * 64, tokenizer, scorer, args, torch.rand(64, 30))
     assert 0 < rows["ended"].mean() < 1
     return rows["scores"], rows["ended"]
+
+
+def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty():
+    """A scorer sees prompts, texts without EOS and answers; a reward function decides for itself what an end is."""
+
+    def right(prompts, responses, answers):
+        assert prompts == ["21="] * 64 and answers == ["12"] * 64 and len(set(responses)) > 32
+        assert all(isinstance(text, str) and "<eos>" not in text for text in responses)
+        return [1.0] * 64
+
+    for reward_fn, without_end in ((None, 0), ("mine.py:right", 1)):
+        scores, ended = scores_of(right, missing_eos_penalty=0.25, reward_fn=reward_fn)
+        assert torch.equal(scores, ended + (without_end - 0.25) * (1 - ended))
 
 
 @pytest.mark.parametrize("body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"])

@@ -63,6 +63,15 @@ def test_new_rows_get_the_running_maximum_and_the_oldest_go():
     assert rb.rows["rewards"].tolist() == [2, 3, 0, 1] and len(rb) == 4
 
 
+def test_a_restored_ring_goes_on_where_it_was():
+    rb, other = filled(np.arange(1.0, 10.0)), PrioritizedReplayBuffer(9, DTYPE)
+    rb.insert(rows(4, obs=2.0))
+    other.load_state_dict(rb.state_dict())
+    for each in (rb, other):
+        each.insert(rows(1, obs=3.0))
+    assert (other.rows == rb.rows).all() and (other.priorities == rb.priorities).all()
+
+
 def test_retention_keeps_the_best():
     values = np.array([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.4, 0.6, 1.0])
     for by, name in (("quality", "quality"), ("reward", "rewards")):

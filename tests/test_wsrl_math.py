@@ -36,10 +36,6 @@ def make_batch(seed=0):
     return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N))
 
 
-def weights_of(agent):
-    return {name: value.clone() for name, value in agent.state_dict().items() if isinstance(value, torch.Tensor)}
-
-
 def test_offline_share_and_split_of_256():
     expected = {0: 1, 1: 0.999, 100: 0.9048, 500: 0.6064, 692: 0.5004, 693: 0.5, 9999: 0.5}
     for step, ratio in expected.items():
