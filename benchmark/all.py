@@ -19,6 +19,7 @@ COMMANDS = [  # script and flags, what makes it only print
     ("lag_study.py", "--tables"),
     ("log_study.py", "--tables"),
     ("peers.py", "--table"),
+    ("growth.py", "--table"),
     ("het_study.py", "--table"),
     ("sac_results.py", "--table"),
     ("wsrl_study.py", "--table"),
