@@ -9,6 +9,7 @@
 Rows of wsrl_study.csv are evaluations: the mean action on 10 fixed episodes, `env_steps` after the warm-up
 (0: the offline policy). All arms of a task have the same networks, batches, two critics, one update per environment
 step; without demos each has the rate that was best for it in wsrl_tuning.csv, which also holds runs at other rates.
+Reacher needs: pip install -e .[mujoco]
 """
 
 import argparse
@@ -31,8 +32,10 @@ COMMON = dict(env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_st
 TASKS = {
     "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
     "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
+    "Reacher": dict(env_id="Reacher-v5", sources=("suboptimal", "random")),  # 80 episodes of each
 }
-EXPERT = -130.0  # the swing-up script has -110 on these episodes; two evaluations in a row must reach this
+# two evaluations in a row must reach this; the scripts have -110 on these episodes and -5.8
+EXPERT = {"no demos": -130.0, "one demo": -130.0, "Reacher": -7.0}
 SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
 PLAIN = dict(use_prioritized_replay=False, weighted_loss="none", retention_ratio=1.0, initial_offline_ratio=0.5)
 ARMS = {
@@ -54,11 +57,35 @@ SWITCH_COLUMNS = ["arm", "seed", "env_steps", "return", "critic_return"]
 SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(online_bc_weight=1.0)}
 
 
+def reach(obs):
+    """Reacher: pull the fingertip to the target along both joints (the Jacobian's transpose), and brake."""
+    import numpy as np
+
+    cos1, cos2, sin1, sin2, _, _, *speed, x, y = obs  # x, y: from target to fingertip
+    cos, sin = cos1 * cos2 - sin1 * sin2, sin1 * cos2 + cos1 * sin2
+    torque = [-0.1 * (sin1 * x - cos1 * y) - 0.11 * (sin * x - cos * y), -0.11 * (sin * x - cos * y)]
+    return np.clip(-20 * np.array(torque) - 0.05 * np.array(speed), -1, 1)
+
+
+def make_data(folder, task, seed):
+    """Reacher's sources, since the script does not know it; those of the other tasks it makes itself."""
+    import numpy as np
+
+    import wsrl_warmup
+
+    for i, name in enumerate(TASKS[task]["sources"]) if task == "Reacher" else ():
+        if not (folder / f"{name}.npz").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            env, rng = wsrl_warmup.make_env("Reacher-v5"), np.random.default_rng([seed, i])
+            np.savez(folder / f"{name}.npz", **wsrl_warmup.make_source(env, reach, name, 4_000, rng))
+
+
 def run(task, arm, seed, lr):
     """One training run -> rows for the CSV."""
     import wsrl_warmup
 
     folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_")
+    make_data(folder / str(seed), task, seed)
     options = COMMON | TASKS[task] | dict(seed=seed, data_dir=str(folder / str(seed)), lr=lr)
     start = time.process_time()  # CPU seconds of this process: other load on the machine must not count
     with tempfile.TemporaryDirectory() as target, contextlib.redirect_stdout(io.StringIO()) as out:
@@ -74,7 +101,7 @@ def run(task, arm, seed, lr):
     first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)  # the policy that goes online
     found = []
     for row in rows[first:]:
-        point = (row["charts/env_steps"], round(row["eval/episodic_return"], 1))
+        point = (row["charts/env_steps"], round(row["eval/episodic_return"], 2))
         found.append([task, arm, seed, *point, best, row.get("buffer/offline_bytes", 0), seconds, lr])
     return found
 
@@ -83,7 +110,8 @@ def read(path=PATH):
     """{(task, arm, seed, rate): {env_steps: return}}"""
     curves = {}
     for row in csv.DictReader(open(path)) if path.exists() else ():
-        for task in TASKS if row["arm"] == "scratch" else [row["task"]]:  # it reads no data: one run for both
+        both = ["no demos", "one demo"]  # it reads no data: one run for both
+        for task in both if row["arm"] == "scratch" and row["task"] in both else [row["task"]]:
             key = task, row["arm"], int(row["seed"]), float(row["lr"])
             curves.setdefault(key, {})[int(row["env_steps"])] = float(row["return"])
     return curves
@@ -116,10 +144,10 @@ def of(task, arm):
     return [curve for key, curve in read().items() if key[:2] == (task, arm) and key[3] == own]
 
 
-def reach(curve):
+def steps_to(curve, level):
     """Environment steps until the frozen policy has the expert's level, and has it at the next evaluation, too."""
     steps = sorted(curve)
-    good = [curve[step] >= EXPERT for step in steps]
+    good = [curve[step] >= level for step in steps]
     return next((steps[i] for i in range(len(steps) - 1) if good[i] and good[i + 1]), float("inf"))
 
 
@@ -131,23 +159,24 @@ def table(task, arms=ARMS):
         if mine := of(task, arm):
             points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
             points.append([statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine])
-            cells = [f"{statistics.mean(values):.0f} ({min(values):.0f})" for values in points]
+            digits = 1 if task == "Reacher" else 0
+            cells = [f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f})" for values in points]
             lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
-            reached = sorted(map(reach, mine))
+            reached = sorted(steps_to(curve, EXPERT[task]) for curve in mine)
             median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
             steps = f"{median:.0f}" if median < float("inf") else "> 2000"
-            cells += [f"{lost:.0f}", f"{steps}, {done} of {len(mine)} seeds"]
+            cells += [f"{lost:.{digits}f}", f"{steps}, {done} of {len(mine)} seeds"]
             row = f"| {arm} | {rate(task, arm):g} | {' | '.join(cells)} |"
             lines.append(row.replace("| -", "| −").replace("(-", "(−"))
     return "\n".join(lines)
 
 
-def tuning_table():
-    """Markdown: what the tuning seed gave at each rate, without demos"""
+def tuning_table(task):
+    """Markdown: what the tuning seed gave at each rate"""
     lines = ["| arm, at the rate | " + " | ".join(f"{lr:g}" for lr in GRID) + " |", "|---" * (1 + len(GRID)) + "|"]
     for arm in ARMS:
-        scores, best = tuned("no demos", arm), rate("no demos", arm)
-        cells = [f"**{x:.0f}**" if lr == best else f"{x:.0f}" for lr, x in scores.items()]
+        scores, best, digits = tuned(task, arm), rate(task, arm), 1 if task == "Reacher" else 0
+        cells = [f"**{x:.{digits}f}**" if lr == best else f"{x:.{digits}f}" for lr, x in scores.items()]
         lines.append(f"| {arm} | {' | '.join(cells)} |".replace("-", "−"))
     return "\n".join(lines)
 
@@ -209,27 +238,29 @@ def switch_table():
 def plot(path):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.6), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure = Figure(figsize=(13, 9), layout="constrained")
+    axes = figure.subplots(2, 2).flatten()
     for axis, task in zip(axes, TASKS, strict=False):
         for i, arm in enumerate(ARMS):
             if mine := of(task, arm):
                 means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
                 width = 2.8 if arm == "design" else 1.3
                 axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
-        axis.axhline(EXPERT, color="gray", linewidth=0.8, linestyle="--", label="expert's level")
-        axis.set_yscale("symlog", linthresh=100)
-        axis.set_ylim(-1700, -100)
-        axis.set_yticks(ticks := [-1500, -1000, -500, -300, -200, -150, -120], [str(tick) for tick in ticks])
-        axis.set(title=f"Pendulum-v1, {task}", xlabel="online environment steps after the warm-up")
+        axis.axhline(EXPERT[task], color="gray", linewidth=0.8, linestyle="--", label="expert's level")
+        ticks = [-60, -40, -20, -10, -7, -5] if task == "Reacher" else [-1500, -1000, -500, -300, -200, -150, -120]
+        axis.set_yscale("symlog", linthresh=-ticks[-1])
+        axis.set_ylim(1.15 * ticks[0], 0.8 * ticks[-1])
+        axis.set_yticks(ticks, [str(tick) for tick in ticks])
+        name = "Reacher-v5, no demos" if task == "Reacher" else f"Pendulum-v1, {task}"
+        axis.set(title=name, xlabel="online environment steps after the warm-up")
         axis.set_ylabel("return of the frozen policy, mean of the seeds")
         axis.legend(fontsize=7)
     for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
         for name, style, what in (("return", ".-", "policy"), ("critic_return", ".:", "critic's best action")):
-            axes[2].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
-    axes[2].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
-    axes[2].set_xlabel("online environment steps after the warm-up")
-    axes[2].legend(fontsize=7, loc="center left")
+            axes[3].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
+    axes[3].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
+    axes[3].set_xlabel("online environment steps after the warm-up")
+    axes[3].legend(fontsize=7, loc="center left")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=90)
@@ -245,8 +276,9 @@ if __name__ == "__main__":
     parser.add_argument("--table", action="store_true", help="no training")
     options = parser.parse_args()
     pairs = [(task, arm) for task in TASKS for arm in options.arms if options.task in (None, task)]
-    # the parts are a question of one task, and so is --tune; wsrl was not measured with one demo
-    pairs = [(t, a) for t, a in pairs if t == "no demos" or a not in (*PARTS, "scratch", "wsrl")]
+    # the parts are a question of one task; with one demo scratch is the same run, and nothing was tuned
+    pairs = [(t, a) for t, a in pairs if t == "no demos" or a not in PARTS]
+    pairs = [(t, a) for t, a in pairs if (t, a) != ("one demo", "scratch")]
     if options.table:
         jobs, path = [], PATH
     elif options.switch:
@@ -255,7 +287,7 @@ if __name__ == "__main__":
             append(SWITCH, SWITCH_COLUMNS, switch(arm, seed))
         jobs, path = [], PATH
     elif options.tune:
-        pairs = [(task, arm) for task, arm in pairs if task == "no demos" and arm not in PARTS]
+        pairs = [(task, arm) for task, arm in pairs if task != "one demo" and arm not in PARTS]
         jobs, path = [(*pair, seed, lr) for seed in TUNING_SEEDS for pair in pairs for lr in GRID], TUNING
     else:
         jobs, path = [(*pair, seed, rate(*pair)) for seed in options.seeds for pair in pairs], PATH
@@ -265,6 +297,7 @@ if __name__ == "__main__":
         append(path, COLUMNS, rows)
         print(f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True)
     for task in TASKS:
-        print(f"\nPendulum-v1, {task}\n{table(task)}")
-    print(f"\nParts of the design\n{table('no demos', PARTS)}\n\nTuning\n{tuning_table()}\n\n{switch_table()}")
+        print(f"\n{task}\n{table(task)}")
+    print(f"\nParts of the design\n{table('no demos', PARTS)}\n\n{switch_table()}\n\nTuning")
+    print(tuning_table("no demos"), tuning_table("Reacher"), sep="\n\n")
     plot(HERE.parent / "docs" / "wsrl_study.png")
