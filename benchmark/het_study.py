@@ -41,13 +41,16 @@ GAMES = {  # the pool grows with every iteration
     "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
     "five turns": dict(updated_freq=1, max_turns=5),
     "lucky": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),
+    "lucky long": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),  # twice the rollouts
     "luckier": dict(updated_freq=1, env=f"{HERE}/locks.py:Luckier"),
     "told": dict(updated_freq=1, env=f"{HERE}/locks.py:Told"),
     "worn": dict(updated_freq=1, env=f"{HERE}/locks.py:Worn", max_turns=5),
 }
-REPORTED = {"lock": "twelve locks, seven turns", "lake": "twelve frozen lakes, ten turns"}
+REPORTED = {"lock": "twelve locks, seven turns", "lucky": "locks that luck opens, too"}
+REPORTED |= {"lucky long": "locks that luck opens, too: twice the rollouts"}
+REPORTED |= {"lake": "twelve frozen lakes, ten turns"}
 SETTINGS = {"2e-3 x 1": (2e-3, 1), "1e-3 x 1": (1e-3, 1), "1e-3 x 2": (1e-3, 2)}  # learning rate x epochs
-CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1), "sft, newest": (1e-3, 1)}  # others 2e-3 x 1
+CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
     "baseline": dict(method="baseline"),
@@ -64,7 +67,19 @@ ARMS = {
     "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
-MAIN = list(ARMS)[:7]
+MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
+MAIN |= dict.fromkeys(("lucky", "lucky long"), ["baseline", "baseline + replay", "sft, no advice"])
+MAIN["lucky long"] = [*MAIN["lucky"], "sft, no advice, newest"]
+FRESH = {"lucky": (41, 42, 43, 44, 45), "lucky long": (46, 47, 48, 49, 50)}
+
+
+def seeds_of(game):
+    return FRESH.get(game, SEEDS)
+
+
+def chosen(game, arm):
+    """Learning rate and epochs; where luck plays a part, the same are best for all."""
+    return (1e-3, 2) if "lucky" in game else CHOSEN.get(arm, (2e-3, 1))
 
 
 def options_of(game, arm):
@@ -72,7 +87,8 @@ def options_of(game, arm):
     options = GAMES[game] | ARMS[arm]
     per_iteration = 60 if "use_experience_replay" in options else 64  # 4 of 8 tasks get one replayed member
     filled = FILL if options.get("method") != "baseline" else 0
-    return options | dict(num_iterations=(ROLLOUTS - filled) // per_iteration)
+    rollouts = 2 * ROLLOUTS if game == "lucky long" else ROLLOUTS
+    return options | dict(num_iterations=(rollouts - filled) // per_iteration)
 
 
 def run(job):
@@ -136,11 +152,11 @@ def numbers(curves, column):
     return [float(curve[-1][column]) for curve in curves if curve[-1][column] != ""]
 
 
-def table(game, curves, seeds=SEEDS):
+def table(game, curves):
     """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
     lines = ["| arm | lr x epochs | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds}
+    curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds_of(game)}
     for arm in ARMS:
         for setting in sorted({key[2] for key in curves if key[1] == arm}):
             mine = [curve for key, curve in curves.items() if key[1:3] == (arm, setting)]
@@ -182,14 +198,14 @@ def plot(curves, path):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    curves = {key: curve for key, curve in curves.items() if key[3] in SEEDS and key[1] in MAIN}
+    curves = {k: x for k, x in curves.items() if k[3] in seeds_of(k[0]) and k[1] in MAIN[k[0]]}
     games = [game for game in REPORTED if any(key[0] == game for key in curves)]
     figure = Figure(figsize=(11, 3.8 * len(games)), layout="constrained")
     places = [(game, column) for game in games for column in ("global_step", "cpu_seconds")]
     for i, (game, column) in enumerate(places, 1):
         axis = figure.add_subplot(len(games), 2, i)
         ends = []
-        for number, arm in enumerate(MAIN):
+        for number, arm in enumerate(ARMS):
             mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
                 x, y = (np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided"))
@@ -215,16 +231,16 @@ if __name__ == "__main__":
     parser.add_argument("--tune", action="store_true", help="the tuning seeds, into het_tuning.csv")
     parser.add_argument("--table", action="store_true", help="no training: the tables of the page, and the picture")
     parser.add_argument("--games", nargs="*", default=["lock"], choices=GAMES)
-    parser.add_argument("--arms", nargs="*", default=MAIN, choices=ARMS)
+    parser.add_argument("--arms", nargs="*", choices=ARMS, help="other than those that are reported")
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="other than the chosen one of an arm")
     options = parser.parse_args()
     path = TUNING if options.tune else STUDY
     done, jobs = read(path), []
-    for seed in options.seeds or (TUNING_SEEDS if options.tune else SEEDS):
-        for game in options.games:
-            for arm in options.arms:
-                mine = [SETTINGS[name] for name in options.settings or ()] or [CHOSEN.get(arm, (2e-3, 1))]
+    for game in options.games:
+        for seed in options.seeds or (TUNING_SEEDS if options.tune else seeds_of(game)):
+            for arm in options.arms or MAIN[game]:
+                mine = [SETTINGS[name] for name in options.settings or ()] or [chosen(game, arm)]
                 jobs += [(game, arm, setting, seed) for setting in mine if (game, arm, setting, seed) not in done]
     transformers.LlamaForCausalLM  # imported now, or every process below would do it again  # noqa: B018
     for job in [] if options.table else jobs:
@@ -237,7 +253,8 @@ if __name__ == "__main__":
             csv.writer(file).writerows([COLUMNS] * new + rows)
         print(rows[-1], flush=True)
     for game, title in REPORTED.items():
-        print(f"\n{title}\n\n{table(game, read(STUDY))}")
+        if any(key[0] == game for key in read(STUDY)):
+            print(f"\n{title}\n\n{table(game, read(STUDY))}")
     print(f"\n{guard(read(STUDY))}\n\n{grid(read(TUNING))}")
     if read(STUDY) and not options.tune:
         plot(read(STUDY), HERE.parent / "docs" / "het_study.png")
