@@ -20,6 +20,7 @@ COMMANDS = [  # script and flags, what makes it only print
     ("log_study.py", "--tables"),
     ("peers.py", "--table"),
     ("growth.py", "--table"),
+    ("real_model.py", "--tables"),
     ("het_study.py", "--table"),
     ("sac_results.py", "--table"),
     ("wsrl_study.py", "--table"),

@@ -67,6 +67,7 @@ ARMS = {
     "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
 }
+PUBLISHED = ["recorded log-probs", "retirement"]
 MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
 MAIN |= dict.fromkeys(("lucky", "lucky long"), ["baseline", "baseline + replay", "sft, no advice"])
 MAIN["lucky long"] = [*MAIN["lucky"], "sft, no advice, newest"]
@@ -152,12 +153,12 @@ def numbers(curves, column):
     return [float(curve[-1][column]) for curve in curves if curve[-1][column] != ""]
 
 
-def table(game, curves):
+def table(game, curves, arms=ARMS):
     """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
     lines = ["| arm | lr x epochs | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds_of(game)}
-    for arm in ARMS:
+    for arm in arms:
         for setting in sorted({key[2] for key in curves if key[1] == arm}):
             mine = [curve for key, curve in curves.items() if key[1:3] == (arm, setting)]
             cells = [f"{arm} | {setting[0]:g} x {setting[1]} | {len(mine)}"]
@@ -172,14 +173,14 @@ def table(game, curves):
 
 
 def grid(curves):
-    """Markdown: unguided success of the tuning seeds, by game and arm, a column per setting."""
-    lines = ["| game | arm | " + " | ".join(SETTINGS) + " |", "|---|---|" + "---|" * len(SETTINGS)]
+    """Markdown: unguided success on the tuning seeds, a row per game, arm and setting."""
+    lines = ["| game | arm | setting | seeds 101, 102 |", "|---|---|---|---|"]
     for game in GAMES:
-        for arm in (arm for arm in ARMS if any(key[:2] == (game, arm) for key in curves)):
-            cells = [[curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
-                     for setting in SETTINGS.values()]  # fmt: skip
-            cells = [" ".join(f"{x:.2f}" for x in numbers(mine, "unguided")) or "–" for mine in cells]
-            lines.append(f"| {game} | {arm} | " + " | ".join(cells) + " |")
+        for arm in ARMS:
+            for setting in SETTINGS.values():
+                mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+                found = " ".join(f"{x:.2f}" for x in numbers(mine, "unguided"))
+                lines += [f"| {game} | {arm} | {setting[0]:g} x {setting[1]} | {found} |"] if found else []
     return "\n".join(lines)
 
 
@@ -205,16 +206,17 @@ def plot(curves, path):
     for i, (game, column) in enumerate(places, 1):
         axis = figure.add_subplot(len(games), 2, i)
         ends = []
-        for number, arm in enumerate(ARMS):
+        for arm in MAIN[game]:
+            color = {"sft, no advice": "C4", "sft, no advice, newest": "C6"}.get(arm, f"C{list(ARMS).index(arm)}")
             mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
                 x, y = (np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided"))
-                axis.plot(x, y, ".-", color=f"C{number}")
+                axis.plot(x, y, ".-", color=color)
                 name = arm if len(mine) >= len(SEEDS) else f"{arm} ({len(mine)} seeds)"
-                ends.append([y[-1], x[-1], name, f"C{number}"])
-        ends.sort()
+                ends.append([y[-1], x[-1], name, color])
+        ends.sort(reverse=True)
         for before, after in zip(ends, ends[1:], strict=False):  # names must not cover each other
-            after[0] = max(after[0], before[0] + 0.055)
+            after[0] = min(after[0], before[0] - 0.055)
         for y, x, arm, color in ends:
             place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
             axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
@@ -254,7 +256,8 @@ if __name__ == "__main__":
         print(rows[-1], flush=True)
     for game, title in REPORTED.items():
         if any(key[0] == game for key in read(STUDY)):
-            print(f"\n{title}\n\n{table(game, read(STUDY))}")
+            print(f"\n{title}\n\n{table(game, read(STUDY), [arm for arm in ARMS if arm not in PUBLISHED])}")
+    print(f"\nreplay as published\n\n{table('lock', read(STUDY), ['baseline + replay', *PUBLISHED])}")
     print(f"\n{guard(read(STUDY))}\n\n{grid(read(TUNING))}")
     if read(STUDY) and not options.tune:
         plot(read(STUDY), HERE.parent / "docs" / "het_study.png")

@@ -69,7 +69,7 @@ def draw(path):
         axis.set_title(title, fontsize=11)
         axis.set(xlabel=labels[0], ylabel=labels[1])
         axis.grid(alpha=0.3)
-    figure.supxlabel("lines: means over five seeds (first panel: three; HET: ten); bands: their range", fontsize=10)
+    figure.supxlabel("lines: means over five seeds (HET on the locks: ten); bands: their range", fontsize=10)
     figure.savefig(path, dpi=80)
 
 
