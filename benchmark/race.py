@@ -325,7 +325,7 @@ def main():
     for job in jobs:
         record(STUDY, *job)
     curves, tuning = read(STUDY), read(TUNING)
-    for task in BUDGET:
+    for task in [task for task in BUDGET if of(curves, task, TRL)]:
         print(f"\n{task}: {TASKS[task][2]}\n\n{table(task, curves)}")
     print(f"\nmean accuracy over the run, tuning seeds\n\n{grid_table(tuning)}")
     draw(curves, HERE.parent / "docs" / "race.png")
