@@ -268,14 +268,13 @@ def ratio(theirs, mine, end):
 
 def grid_table(tuning):
     """Every setting of TRL that was tried, as changes from the centre: mean accuracy over the run, tuning seeds"""
-    lines = ["| TRL: setting | " + " | ".join(BUDGET) + " |", "|---" * (1 + len(BUDGET)) + "|"]
+    lines = ["| setting | " + " | ".join(BUDGET) + " |", "|---" * (1 + len(BUDGET)) + "|"]
     found = {task: search(task, tuning) for task in BUDGET}
     for text in dict.fromkeys(text for tried, _ in found.values() for text in tried):
         cells = [short(tried[text]) if text in tried else "" for tried, _ in found.values()]
         cells = [f"**{x}**" if text == best else x for x, (_, best) in zip(cells, found.values(), strict=True)]
-        words = ", ".join(f"{name} {value:g}" if not isinstance(value, str) else f"{name} {value}"
-                          for name, value in json.loads(text).items())  # fmt: skip
-        lines.append(f"| {words.replace('_', ' ') or 'centre'} | {' | '.join(cells)} |")
+        words = ", ".join(f"{name} {value}" for name, value in json.loads(text).items())
+        lines.append(f"| {f'`{words}`' if words else 'centre'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
