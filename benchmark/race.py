@@ -244,8 +244,9 @@ def middle(curves, threshold, column):
 
 def table(task, curves):
     head = f"{task} | end, seeds 1–5 | answers to .5 | to .9 | CPU s to .5 | to .9 | got to .9"
-    lines = [f"| {head} | TRL's cost of .9, answers and CPU s |", "|---" * 8 + "|"]
-    theirs = [middle(of(curves, task, TRL), 0.9, column) for column in (0, 1)]
+    lines = [f"| {head} | TRL's cost of .5: answers, CPU s | of .9 |", "|---" * 9 + "|"]
+    theirs = of(curves, task, TRL)
+    ends = [statistics.median(curve[-1][column] for curve in theirs) for column in (0, 1)]
     for arm in ARMS:
         if mine := of(curves, task, arm):
             costs = [[middle(mine, threshold, column) for threshold in (0.5, 0.9)] for column in (0, 1)]
@@ -253,9 +254,10 @@ def table(task, curves):
             cells += ["–" if x == float("inf") else f"{x:.0f}" for x in costs[0]]
             cells += ["–" if x == float("inf") else f"{x:.1f}" for x in costs[1]]
             cells.append(f"{sum(reach(curve, 0.9) is not None for curve in mine)} of {len(mine)}")
-            ends = [statistics.median(curve[-1][column] for curve in of(curves, task, TRL)) for column in (0, 1)]
-            ratios = [ratio(x, cost[1], end) for x, cost, end in zip(theirs, costs, ends, strict=True)]
-            lines.append(f"| {arm} | {' | '.join(cells)} | {', '.join(ratios)} |")
+            for i, threshold in enumerate((0.5, 0.9)):
+                pairs = [(middle(theirs, threshold, column), costs[column][i], ends[column]) for column in (0, 1)]
+                cells.append(", ".join(ratio(*pair) for pair in pairs))
+            lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
