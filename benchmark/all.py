@@ -3,7 +3,7 @@
 python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
 python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
 
-Fetch needs: pip install -e .[mujoco]; peers.py makes an environment of its own.
+Fetch needs: pip install -e .[mujoco]; peers.py makes an environment of its own; race.py needs TRL.
 """
 
 import argparse
@@ -19,6 +19,7 @@ COMMANDS = [  # script and flags, what makes it only print
     ("lag_study.py", "--tables"),
     ("log_study.py", "--tables"),
     ("peers.py", "--table"),
+    ("race.py", "--tables"),
     ("growth.py", "--table"),
     ("real_model.py", "--tables"),
     ("het_study.py", "--table"),
