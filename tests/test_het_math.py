@@ -152,6 +152,14 @@ def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left):
         assert [t.rollout_id for t in chosen] == left[:1], "the best of them"
 
 
+@pytest.mark.parametrize("mode, left", [("argmin", [2, 1]), ("random", [3, 1])])
+def test_imitation_keeps_the_shortest_successes_or_the_newest(mode, left):
+    args = het.Args(method="sft", exp_select_mode=mode, max_trajectories_per_task=2)
+    manager = het.ExperienceManager(args)
+    manager.save_trajectories_to_memory([het.Trajectory(1, steps=[("assistant", [0])] * n) for n in (2, 3, 1)])
+    assert [len(t.steps) for t in manager.memory[1]] == left
+
+
 def test_tasks_come_by_bucket_within_the_bounds():
     counts = Counter()
     manager = filled({s: s for s in range(9)} | {20: 4, 21: 4}, experience_lbound=0)
