@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
+from matplotlib.figure import Figure
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
@@ -78,7 +79,7 @@ class Args:
     fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun
     eval_every: int = 50  # iterations between greedy evaluations on held-out tasks
     eval_size: int = 480  # held-out tasks; val_rollout_expmode says how many are guided
-    track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
 
     # task
@@ -292,7 +293,8 @@ class LanguagePolicy(nn.Module):
     def predict(self, ids, mask, num_last: int, cache=None):
         """Logits at the last positions; `mask` covers what the cache holds, too.  -> (B,n,V)"""
         inputs = dict(input_ids=ids, attention_mask=mask, past_key_values=cache)
-        inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
+        # only real tokens count, so that left padding does not shift a prompt
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         output = self.lm(**inputs, use_cache=cache is not None, logits_to_keep=num_last)
         return output.logits[:, -num_last:]
 
@@ -308,11 +310,6 @@ class LanguagePolicy(nn.Module):
     def step(self, ids, mask, cache):
         """Logits of the next token, given the ids that are not in the cache yet.  (B,t) -> (B,V)"""
         return self.predict(ids, mask, 1, cache)[:, 0].float() / self.temperature
-
-
-def positions(mask):
-    """Count real tokens only, so that left padding does not shift a prompt.  (B,T) -> (B,T)"""
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def token_logprobs(logits, ids, temperature, max_logits=2**25):
@@ -619,13 +616,13 @@ def group_advantages(rewards, group_ids):
 
 
 def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3), for logging.  2 x (B,R) -> (B,R)"""
+    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
     logratio = (ref_logprobs - logprobs).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip=None):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss.  -> (B,R) and where the clip binds"""
+    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
     assert new_logprobs.shape == logprobs.shape == advantages.shape
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
     plain = -advantages * ratio
@@ -814,7 +811,7 @@ class Run:
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
+        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
         if enabled:
             self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
             config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
@@ -829,38 +826,35 @@ class Run:
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start, 3)}
-        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        self.rows.append(row)
+        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(self.rows[-1]) + "\n")
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
+            self.wandb.log(self.rows[-1], step=row["global_step"])
 
     def status(self, line: str, done: int):
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        due = done % max(1, self.total // 15) == 0 or done == self.total
-        if self.enabled and self.bar.disable and due:
+        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if self.enabled:
-            from matplotlib.figure import Figure
-
-            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            height = math.ceil(len(panels) / 4)
-            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-            for i, (title, keys) in enumerate(panels.items(), 1):
-                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-                for key in keys:
-                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.legend()
-            figure.savefig(self.dir / "curves.png")
+        if not self.enabled:
+            return
+        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+        height = math.ceil(len(panels) / 4)
+        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+        for i, (title, keys) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
+            for key in keys:
+                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
+                axis.plot(list(points), list(points.values()), ".-", label=key)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
@@ -872,16 +866,10 @@ def save_checkpoint(path: Path, state: dict):
 
 
 def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM go into this list: finish the step, save, end. A second one ends at once."""
+    """SIGINT and SIGTERM go into this list: save and end. A second one ends at once."""
     received = []
-
-    def handle(number, frame):
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print("finishing this step, then saving; once more: end now", file=sys.stderr)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _: sys.exit(1) if received else received.append(number))
     return received
 
 
@@ -906,8 +894,7 @@ def init_distributed(device):
 def shard(policy):
     """FSDP2 that keeps weights whole until the backward pass: sampling needs no communication."""
     for trunk in filter(None, (policy.lm, policy.critic)):
-        layers = max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len)
-        for layer in layers:
+        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
             fully_shard(layer, reshard_after_forward=False)
     fully_shard(policy, reshard_after_forward=False)
     register_fsdp_forward_method(policy, "step")

@@ -2,16 +2,16 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib", "wandb"]
 # ///
-"""ppo.py - PPO for language models (arXiv:1707.06347v2): sample answers, score them, update, forget.
+"""ppo.py - PPO for language models (arXiv:1707.06347v2): sample, score, update, forget.
 
 The loop of lm-human-preferences (arXiv:1909.08593), on a task that needs no download:
     prompts -> sample -> score -> reference -> token rewards -> GAE -> epochs of minibatches
-Simplified on purpose: one process, no checkpoints (ppo_v1.py), a rollout serves one update (ppo_v2.py).
+Simplified on purpose: one process, no checkpoints (ppo_v1.py), no rollout is used twice (ppo_v2.py).
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 
     python ppo.py                                              # sort digits, CPU, 15 seconds
     python ppo.py --model-name FOLDER --chat-template --task jsonl:questions.jsonl \\
-        --max-response-length 64 --batch-size 16 --learning-rate 2e-5    # any Hugging Face causal LM
+        --max-response-length 64 --batch-size 16 --learning-rate 2e-5    # any causal LM
 """
 
 import copy
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import transformers
 import tyro
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from tqdm import tqdm
@@ -43,36 +44,31 @@ class Args:
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     eval_every: int = 5  # iterations between greedy evaluations on held-out prompts
     eval_size: int = 256  # held-out prompts, at most
-    track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
-
     # task
-    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt/answer, question/answer, ..)
+    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt and answer, ..)
     min_digits: int = 3  # sort: shortest list
     max_digits: int = 4  # sort: longest list
     reward_fn: str | None = None  # file.py:name of (prompts, responses, answers) -> list of floats
-    reward_model_name: str | None = None  # a sequence-classification model; the verifier is then off
-    missing_eos_penalty: float = 0.0  # subtracted from the score of an answer that is cut off
-
+    reward_model_name: str | None = None  # a sequence-classification model instead of the verifier
+    missing_eos_penalty: float = 0.0  # taken from the score of an answer that is cut off
     # model
     model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
     chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
     separate_critic: bool = False  # give the value head a trunk of its own, not the policy's
     sft_steps: int = 300  # tiny model: supervised steps on scrambled answers, for the format only
-
     # rollout
     batch_size: int = 128  # answers sampled per iteration
     max_prompt_length: int = 512  # tokens; longer prompts are left out, with a note
     max_response_length: int = 8  # tokens, EOS included; an answer without EOS by then is cut off
     temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
-
     # optimization
     num_iterations: int = 40  # rollout + update rounds
     learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
-
     # PPO
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # 0: one-step TD advantage, 1: Monte Carlo
@@ -84,22 +80,21 @@ class Args:
     kl_coef: float = 0.01  # penalty in the reward per nat of log pi - log pi_ref (0: no reference)
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        zero = "seed sft_steps missing_eos_penalty gamma gae_lambda vf_coef ent_coef kl_coef".split()
+        one = ["gamma", "gae_lambda"]  # from 0 to this
+        zero = [*one, "seed", "sft_steps", "missing_eos_penalty", "vf_coef", "ent_coef", "kl_coef"]
         for name, value in vars(self).items():
-            least = 0 if name in zero else 1e-9
-            most = 1 if name in ("gamma", "gae_lambda") else sys.maxsize
+            least, most = 0 if name in zero else 1e-9, 1 if name in one else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
-        for fine, message in (
-            (known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
-            (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
-            (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
-        ):
-            if not fine:
-                raise ValueError(message)
+        if kind not in ("sort", "rg") and not (kind == "jsonl" and Path(path).is_file()):
+            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
+        if self.reward_fn and self.reward_model_name:
+            raise ValueError("--reward-fn or --reward-model-name, not both")
+        if self.min_digits > self.max_digits:
+            raise ValueError("--max-digits must be at least --min-digits")
+        if self.batch_size % self.num_minibatches:
+            raise ValueError("--num-minibatches must divide --batch-size")
 
 
 # --- task ---
@@ -124,7 +119,7 @@ def read_jsonl(path: str, convert, expected: str) -> list:
     for number, line in enumerate(open(path, "rb"), 1):
         try:
             rows += [convert(json.loads(line))] if line.strip() else []
-        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+        except Exception:
             sys.exit(f"{path}: line {number} must be JSON with {expected}")
     return rows
 
@@ -142,11 +137,9 @@ def make_task(args, tokenizer):
     if kind == "sort":
         rng = random.Random(0)
         sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
-        lists = [rng.choices("0123456789", k=size) for size in sizes]
-        pairs = [("".join(digits) + "=", "".join(sorted(digits))) for digits in lists]
-
-        def verifier(prompt, response, answer):
-            return response == answer  # a leading 0 counts
+        lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
+        pairs = [(digits + "=", "".join(sorted(digits))) for digits in lists]
+        verifier = lambda prompt, response, answer: response == answer  # a leading 0 counts
     elif kind == "jsonl":
         pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
     else:
@@ -155,18 +148,15 @@ def make_task(args, tokenizer):
         dataset = reasoning_gym.create_dataset(source, size=5_000, seed=0)
         entries = {entry["question"]: entry for entry in dataset}
         pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
-
-        def verifier(prompt, response, answer):
-            return dataset.score_answer(response.strip(), entries[prompt])
-
-    ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
+        verifier = lambda prompt, said, _: dataset.score_answer(said.strip(), entries[prompt])
+    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
+    fits = [p for p, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
     if len(fits) < len(pairs):
         print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
     held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
     train = [pair for pair in fits if pair[0] not in held_out]
     if not train:
-        sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
+        sys.exit(f"--task {args.task}: fewer than two prompts within --max-prompt-length")
     return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
 
 
@@ -177,18 +167,18 @@ def make_scorer(args, verifier, device):
         return runpy.run_path(path)[name]
     if not args.reward_model_name:
         return verifier
-    judge = transformers.pipeline("text-classification", args.reward_model_name, device=device)
+    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template, device=device)
+    judge = transformers.pipeline("text-classification", args.reward_model_name, **options)
     if judge.model.config.num_labels != 1:
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
         pairs = list(zip(prompts, responses, strict=True))
-        texts = ["".join(pair) for pair in pairs]
+        texts = [prompt + response for prompt, response in pairs]
         if args.chat_template:
             turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        scores = judge(texts, function_to_apply="none", add_special_tokens=not args.chat_template)
-        return [row["score"] for row in scores]
+        return [row["score"] for row in judge(texts)]
 
     return judge_texts
 
@@ -208,10 +198,11 @@ class PolicyWithValue(nn.Module):
         self.eval()  # for good: dropout is noise in ratios
 
     def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)"""
+        """At the last positions: logits of the next token and values.  -> (B,n,V), (B,n)"""
         # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
         inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
-        inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
+        # only real tokens count, so that left padding does not shift a prompt
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
         output = self.lm(**inputs, **heads, past_key_values=caches[0])
         hidden = output.hidden_states[-1]
@@ -232,11 +223,6 @@ class PolicyWithValue(nn.Module):
         """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
         logits, values = self.predict(ids, mask, 1, caches)
         return logits[:, 0].float() / self.temperature, values[:, 0]
-
-
-def positions(mask):
-    """Count real tokens only, so that left padding does not shift a prompt.  (B,T) -> (B,T)"""
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def token_logprobs(logits, ids, temperature):
@@ -266,15 +252,13 @@ def load_lm(args):
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
+    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) is not the policy
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if not eos_ids:
-        sys.exit(f"--model-name {args.model_name}: neither tokenizer nor model names an EOS token")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not from ids
     most = getattr(lm.config, "max_position_embeddings", None) or math.inf
     if args.max_prompt_length + args.max_response_length > most:
-        sys.exit(f"--max-prompt-length + --max-response-length: the model's positions end at {most}")
+        sys.exit(f"--max-prompt-length + --max-response-length: the model ends at {most} tokens")
     return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
 
@@ -288,7 +272,7 @@ def check_sampler(policy, name: str):
         caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
         steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
         assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
-    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+    except Exception:
         sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
 
 
@@ -312,7 +296,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 
 def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3), for logging.  2 x (B,R) -> (B,R)"""
+    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
     logratio = (ref_logprobs - logprobs).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
@@ -321,7 +305,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantages, eq. 11 and 12 of arXiv:1707.06347v2.  3 x (B,R) -> (B,R)"""
     assert rewards.shape == values.shape == mask.shape  # broadcasting hides bugs
     advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # nothing comes after the last token
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # after the last token
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
@@ -330,7 +314,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss.  -> (B,R) and where the clip binds"""
+    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
     assert new_logprobs.shape == logprobs.shape == advantages.shape
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
     plain = -advantages * ratio
@@ -346,16 +330,16 @@ def value_loss(new_values, values, returns, clip_coef):
 
 
 def explained_variance(values, returns, mask):
-    """1: the critic predicts the returns; 0: no better than a constant.  2 x (B,R) -> ()"""
-    variance, residual = ((x - masked_mean(x, mask)) ** 2 for x in (returns, returns - values))
-    return 1 - masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)
+    """1: the critic predicts the returns; 0: no better than a constant.  3 x (B,R) -> float"""
+    residual, variance = ((x - masked_mean(x, mask)) ** 2 for x in (returns - values, returns))
+    return 1 - (masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)).item()
 
 
 LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split()
 
 
 def ppo_loss(policy, mb, num_tokens, args):
-    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (n,)"""
+    """What these rows add to loss and LOSSES of a minibatch of `num_tokens`.  -> (), (n,)"""
     mask = mb["response_mask"].float()
     logprobs, entropy, values = policy(mb)
     entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
@@ -387,9 +371,9 @@ def sample_token(logits, uniforms):
 
 @torch.no_grad()
 def generate(policy, ids, mask, max_response_length, uniforms=None):
-    """Continue prompts (B,P): sample, or without uniforms (B,R) take the likeliest.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own, which saves a second pass. transformers' `generate`
-    # would apply a checkpoint's generation config: its samples are not the policy's.
+    """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
+    # Log-probs and values are the sampler's own: no second pass. Not transformers' `generate`, which
+    # applies a checkpoint's generation config: its samples are not the policy's.
     shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
@@ -414,7 +398,7 @@ def generate(policy, ids, mask, max_response_length, uniforms=None):
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Answer prompts and score the answers.  -> prompt_*: (B,P), scores and ended: (B,), others: (B,R)"""
+    """Answer prompts, score the answers.  -> prompt_*: (B,P), scores, ended: (B,), rest: (B,R)"""
     prompts, answers = map(list, zip(*pairs, strict=True))
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
@@ -427,7 +411,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     try:
         scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
     except (TypeError, ValueError):
-        sys.exit(f"the reward must be a number for each of {len(prompts)} answers, not {str(said)[:80]}")
+        sys.exit(f"the reward must be {len(prompts)} numbers, one an answer, not {str(said)[:80]}")
     ended = rows["ended"] = is_eos.any(1).float()
     own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
     scores = scores.to(ended) * (1 if own_reward else ended)
@@ -460,7 +444,7 @@ class Run:
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
+        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
         if enabled:
             self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
             config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
@@ -475,38 +459,35 @@ class Run:
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start, 3)}
-        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        self.rows.append(row)
+        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(self.rows[-1]) + "\n")
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
+            self.wandb.log(self.rows[-1], step=row["global_step"])
 
     def status(self, line: str, done: int):
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        due = done % max(1, self.total // 15) == 0 or done == self.total
-        if self.enabled and self.bar.disable and due:
+        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if self.enabled:
-            from matplotlib.figure import Figure
-
-            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            height = math.ceil(len(panels) / 4)
-            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-            for i, (title, keys) in enumerate(panels.items(), 1):
-                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-                for key in keys:
-                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.legend()
-            figure.savefig(self.dir / "curves.png")
+        if not self.enabled:
+            return
+        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+        height = math.ceil(len(panels) / 4)
+        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+        for i, (title, keys) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
+            for key in keys:
+                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
+                axis.plot(list(points), list(points.values()), ".-", label=key)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
@@ -521,8 +502,8 @@ def warm_start(lm, pairs, tokenizer, args):
         batch = rng.choices(pairs, k=64)
         texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
-        is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
+        mask, lengths = tokens.attention_mask, torch.tensor([[len(prompt)] for prompt, _ in batch])
+        is_answer = (mask == 1) & (mask.cumsum(1) > lengths)  # a token a letter
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -609,7 +590,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
         metrics |= {
             "global_step": global_step,
-            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
+            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask),
             "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
             "losses/skipped_steps": skipped_steps,
             "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
@@ -631,12 +612,9 @@ def main(args: Args) -> dict[str, float]:
 
     policy.lm.save_pretrained(run.dir / "final_model")
     tokenizer.save_pretrained(run.dir / "final_model")
-    panels = {
-        "score of an answer": ["charts/score", "eval/score"],
-        "how far the policy moves, nats per token": ["losses/approx_kl", "losses/ref_kl"],
-        "entropy, nats per token": ["losses/entropy"],
-        "what the critic predicts": ["losses/explained_variance"],
-    }
+    panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
+    panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]
+    panels["what the critic predicts"] = ["losses/explained_variance"]
     run.close("answers generated", panels)
     print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
     return metrics

@@ -9,7 +9,6 @@ Differs from ppo_v1.py (each item is a marker in the code):
     v2: buffer      - past rollouts come back into later updates: which, how often, until when
     v2: correction  - six answers to a token that an older policy sampled, side by side
     v2: imitation   - what went better than expected is repeated (arXiv:1806.05249)
-    v2: mix         - every minibatch holds fresh and replayed rows in proportion
     v2: log         - rollouts go to a file, from which another run can begin
     v2: status      - BUF and EFF, what the buffer holds, how stale it is
 Names: mu sampled a rollout, pi_prox is the policy before this update, pi_theta the one it trains.
@@ -42,11 +41,11 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -65,33 +64,29 @@ class Args:
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     eval_every: int = 5  # iterations between greedy evaluations on held-out prompts
     eval_size: int = 256  # held-out prompts, at most
-    track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
     # v1: checkpoint, distributed
     resume: bool = False  # go on with run_dir, or start it if there is nothing yet
     save_every: int = 10  # iterations between checkpoints; the last is saved anyway
     fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun
-
     # task
-    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt/answer, question/answer, ..)
+    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt and answer, ..)
     min_digits: int = 3  # sort: shortest list
     max_digits: int = 4  # sort: longest list
     reward_fn: str | None = None  # file.py:name of (prompts, responses, answers) -> list of floats
-    reward_model_name: str | None = None  # a sequence-classification model; the verifier is then off
-    missing_eos_penalty: float = 0.0  # subtracted from the score of an answer that is cut off
-
+    reward_model_name: str | None = None  # a sequence-classification model instead of the verifier
+    missing_eos_penalty: float = 0.0  # taken from the score of an answer that is cut off
     # model
     model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
     chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
     separate_critic: bool = False  # give the value head a trunk of its own, not the policy's
     sft_steps: int = 300  # tiny model: supervised steps on scrambled answers, for the format only
-
     # rollout
     batch_size: int = 128  # answers sampled per iteration
     max_prompt_length: int = 512  # tokens; longer prompts are left out, with a note
     max_response_length: int = 8  # tokens, EOS included; an answer without EOS by then is cut off
     temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
-
     # optimization
     num_iterations: int = 40  # rollout + update rounds
     learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
@@ -99,14 +94,13 @@ class Args:
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
     # v1: schedule, accumulate, memory, best
-    lr_scheduler_type: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"  # its shape
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
     gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
     bf16: bool = False  # bfloat16 autocast (weights, log-probs and losses stay float32)
     gradient_checkpointing: bool = False  # keep one activation per layer, compute the rest again
-    early_stopping_patience: int = 0  # end after so many evaluations without a better one (0: never)
+    early_stopping_patience: int = 0  # end after so many evaluations with no better one (0: off)
     early_stopping_threshold: float = 0.001  # what counts as better
-
     # PPO
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 0.95  # 0: one-step TD advantage, 1: Monte Carlo
@@ -120,61 +114,61 @@ class Args:
     adaptive_kl: bool = False  # move kl_coef so that the KL per answer comes near kl_target
     kl_target: float = 6.0  # nats per answer
     kl_horizon: int = 10_000  # answers over which kl_coef may change by about 20 %
-    target_kl: float | None = None  # stop the epochs of an update once approx_kl passes 1.5 times this
+    target_kl: float | None = None  # end an update's epochs once approx_kl is over 1.5 times this
     clip_coef_high: float | None = None  # upper side of the policy clip (None: clip_coef)
-    dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: none)
+    dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
 
     # replay; v2: lag, correction, log
     log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
-    use_replay_buffer: bool = False  # keep rollouts and mix them into later updates (off: ppo_v1.py)
-    correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # of stale tokens (auto: dppo if they lag, else decoupled)
-    correction_limit: Annotated[float | None, OLD_CAP] = None  # its cap (None: 2, 4, 0.2, 0.04 from decoupled on)
+    use_replay_buffer: bool = False  # mix rollouts into later updates, too (off: ppo_v1.py)
+    correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # of stale tokens (dppo with a lag, else decoupled)
+    correction_limit: Annotated[float | None, OLD_CAP] = None  # (2, 4, .2, .04 from decoupled on)
     # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
     replay_sample_size: int = 64  # rollouts drawn per update
-    use_priority_sampling: bool = True  # draw by mean gain (|advantage| with all); off: by age alone
+    use_priority_sampling: bool = True  # draw by mean gain (with all: |advantage|); off: by age
     priority_alpha: float = 1.0  # 0: uniform, 1: in proportion to the priority
     priority_beta: float = 0.0  # how much of the sampling bias the weights undo, 0 to 1
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw, up to 1
     priority_age_tau: float | None = 50.0  # iterations in which the odds fall to 1/e (None: never)
     max_replay_reuse: int = 32  # iterations that may draw a rollout; its fresh use does not count
-    adaptive_reuse: bool = False  # a third of max_replay_reuse while the last update's KL is over 0.01
+    adaptive_reuse: bool = False  # a third of that while the last update's KL is over 0.01
     staleness_threshold: int = 100  # age, in iterations, beyond which a rollout is dropped
-    replay_start_size: int | None = None  # buffer size before replay_grow_iteration (None: the full)
+    replay_start_size: int | None = None  # size before replay_grow_iteration (None: the full)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
-    new_samples_ratio: float | None = None  # fresh share of an update (None: replay_sample_size says)
-    replay_advantages: Literal["positive", "all"] = "positive"  # gains for the policy, or all for both
+    new_samples_ratio: float | None = None  # fresh share of an update (None: as above)
+    replay_advantages: Literal["positive", "all"] = "positive"  # gains only, or also to the critic all
     replay_from: str | None = None  # rollouts.jsonl of another run: in the buffer from the start
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        zero = "seed sft_steps missing_eos_penalty gamma gae_lambda vf_coef ent_coef kl_coef".split()
-        zero += "warmup_steps early_stopping_patience early_stopping_threshold".split()  # v1: all
-        zero += "rollout_lag priority_alpha priority_beta priority_beta_increment".split()  # v2: all
+        one = ["gamma", "gae_lambda"]  # from 0 to this
+        zero = [*one, "seed", "sft_steps", "missing_eos_penalty", "vf_coef", "ent_coef", "kl_coef"]
+        zero += "warmup_steps early_stopping_patience early_stopping_threshold".split()  # v1
+        zero += "rollout_lag priority_alpha priority_beta priority_beta_increment".split()  # v2
+        one += ["priority_beta", "new_samples_ratio"]
         for name, value in vars(self).items():
-            least = 0 if name in zero else 1e-9
-            most = 1 if name in ("gamma", "gae_lambda") else sys.maxsize
+            least, most = 0 if name in zero else 1e-9, 1 if name in one else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
-        for fine, message in (
-            (known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
-            (not (self.reward_fn and self.reward_model_name), "--reward-fn or --reward-model-name"),
-            (self.min_digits <= self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide the batch"),
-            # v1: checkpoint, kl
-            (self.run_dir or not self.resume, "--resume needs --run-dir"),
-            (self.kl_coef or not self.adaptive_kl, "--adaptive-kl needs a --kl-coef to start from"),
-            # v2: buffer, lag
-            (max(self.priority_beta, self.new_samples_ratio or 0) <= 1, "a share is at most 1"),
-            (self.min_replay_size <= self.replay_buffer_size, "--min-replay-size is never reached"),
-            (not (self.rollout_lag and self.fsdp), "--rollout-lag keeps whole weights: no --fsdp"),
-        ):
-            if not fine:
-                raise ValueError(message)
-        # v2: buffer, correction: an option that would do nothing is refused
+        if kind not in ("sort", "rg") and not (kind == "jsonl" and Path(path).is_file()):
+            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
+        if self.reward_fn and self.reward_model_name:
+            raise ValueError("--reward-fn or --reward-model-name, not both")
+        if self.min_digits > self.max_digits:
+            raise ValueError("--max-digits must be at least --min-digits")
+        if self.batch_size % self.num_minibatches:
+            raise ValueError("--num-minibatches must divide --batch-size")
+        # v1: checkpoint, kl
+        if self.resume and not self.run_dir:
+            raise ValueError("--resume needs --run-dir")
+        if self.adaptive_kl and not self.kl_coef:
+            raise ValueError("--adaptive-kl needs a --kl-coef to start from")
+        # v2: lag, correction, buffer
+        if self.rollout_lag and self.fsdp:
+            raise ValueError("--rollout-lag keeps whole weights: no --fsdp")
         names = list(vars(self))
         idle = names[names.index("replay_buffer_size" if self.rollout_lag else "correction") :]
         for name in () if self.use_replay_buffer else idle:
@@ -208,7 +202,7 @@ def read_jsonl(path: str, convert, expected: str) -> list:
     for number, line in enumerate(open(path, "rb"), 1):
         try:
             rows += [convert(json.loads(line))] if line.strip() else []
-        except (AssertionError, AttributeError, LookupError, TypeError, ValueError):
+        except Exception:
             sys.exit(f"{path}: line {number} must be JSON with {expected}")
     return rows
 
@@ -226,11 +220,9 @@ def make_task(args, tokenizer):
     if kind == "sort":
         rng = random.Random(0)
         sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
-        lists = [rng.choices("0123456789", k=size) for size in sizes]
-        pairs = [("".join(digits) + "=", "".join(sorted(digits))) for digits in lists]
-
-        def verifier(prompt, response, answer):
-            return response == answer  # a leading 0 counts
+        lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
+        pairs = [(digits + "=", "".join(sorted(digits))) for digits in lists]
+        verifier = lambda prompt, response, answer: response == answer  # a leading 0 counts
     elif kind == "jsonl":
         pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
     else:
@@ -239,18 +231,15 @@ def make_task(args, tokenizer):
         dataset = reasoning_gym.create_dataset(source, size=5_000, seed=0)
         entries = {entry["question"]: entry for entry in dataset}
         pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
-
-        def verifier(prompt, response, answer):
-            return dataset.score_answer(response.strip(), entries[prompt])
-
-    ids = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [pair for pair, row in zip(pairs, ids, strict=True) if len(row) <= args.max_prompt_length]
+        verifier = lambda prompt, said, _: dataset.score_answer(said.strip(), entries[prompt])
+    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
+    fits = [p for p, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
     if len(fits) < len(pairs):
         print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
     held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
     train = [pair for pair in fits if pair[0] not in held_out]
     if not train:
-        sys.exit(f"--task {args.task}: two prompts of at most --max-prompt-length tokens are needed")
+        sys.exit(f"--task {args.task}: fewer than two prompts within --max-prompt-length")
     return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
 
 
@@ -261,18 +250,18 @@ def make_scorer(args, verifier, device):
         return runpy.run_path(path)[name]
     if not args.reward_model_name:
         return verifier
-    judge = transformers.pipeline("text-classification", args.reward_model_name, device=device)
+    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template, device=device)
+    judge = transformers.pipeline("text-classification", args.reward_model_name, **options)
     if judge.model.config.num_labels != 1:
         sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
         pairs = list(zip(prompts, responses, strict=True))
-        texts = ["".join(pair) for pair in pairs]
+        texts = [prompt + response for prompt, response in pairs]
         if args.chat_template:
             turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
             texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        scores = judge(texts, function_to_apply="none", add_special_tokens=not args.chat_template)
-        return [row["score"] for row in scores]
+        return [row["score"] for row in judge(texts)]
 
     return judge_texts
 
@@ -292,10 +281,11 @@ class PolicyWithValue(nn.Module):
         self.eval()  # for good: dropout is noise in ratios
 
     def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token, value of the state.  -> (B,n,V), (B,n)"""
+        """At the last positions: logits of the next token and values.  -> (B,n,V), (B,n)"""
         # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
         inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
-        inputs["position_ids"] = positions(mask)[:, -ids.shape[1] :]
+        # only real tokens count, so that left padding does not shift a prompt
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
         output = self.lm(**inputs, **heads, past_key_values=caches[0])
         hidden = output.hidden_states[-1]
@@ -316,11 +306,6 @@ class PolicyWithValue(nn.Module):
         """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
         logits, values = self.predict(ids, mask, 1, caches)
         return logits[:, 0].float() / self.temperature, values[:, 0]
-
-
-def positions(mask):
-    """Count real tokens only, so that left padding does not shift a prompt.  (B,T) -> (B,T)"""
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def token_logprobs(logits, ids, temperature, max_logits=2**25):
@@ -357,15 +342,13 @@ def load_lm(args):
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
+    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) is not the policy
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if not eos_ids:
-        sys.exit(f"--model-name {args.model_name}: neither tokenizer nor model names an EOS token")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not from ids
     most = getattr(lm.config, "max_position_embeddings", None) or math.inf
     if args.max_prompt_length + args.max_response_length > most:
-        sys.exit(f"--max-prompt-length + --max-response-length: the model's positions end at {most}")
+        sys.exit(f"--max-prompt-length + --max-response-length: the model ends at {most} tokens")
     return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
 
@@ -379,82 +362,69 @@ def check_sampler(policy, name: str):
         caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
         steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
         assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
-    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+    except Exception:
         sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
 
 
 # --- buffer ---
 # v2: buffer
-STORED = "prompt_ids response_ids mu_logprobs ref_logprobs values advantages".split()  # lengths are masks
+STORED = "prompt_ids prompt_mask response_ids response_mask scores ended values advantages".split()
+STORED += ["mu_logprobs", "ref_logprobs"]
 
 
 class ReplayBuffer:
-    """Past rollouts, oldest first: unpadded tensors on the CPU, and what it takes to choose."""
+    """Past rollouts, oldest first: padded rows on the CPU, and what it takes to choose."""
 
     def __init__(self, args):
-        self.args, self.samples, self.num_drawn = args, [], 0
+        self.args, self.rows, self.size, self.num_drawn = args, {}, 0, 0
         self.beta, self.last_kl = args.priority_beta, 0.0  # KL of the last update
 
-    def priorities(self, advantages, mask):
-        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  2 x (B,R) -> (B,)"""
-        positive = self.args.replay_advantages == "positive"
-        size = advantages.clamp(min=0) if positive else advantages.abs()
-        mean = ((size * mask).sum(1) / mask.sum(1)).double()
+    def priorities(self, rows: dict):
+        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  -> (B,)"""
+        positive, mask = self.args.replay_advantages == "positive", rows["response_mask"]
+        size = rows["advantages"].clamp(min=0) if positive else rows["advantages"].abs()
+        mean = ((size * mask).sum(1) / mask.sum(1)).double().cpu()
         return (mean + 1e-6) ** self.args.priority_alpha
 
     def add(self, rows: dict, iteration: int):
-        self.samples += [x | dict(birth=iteration, reuse=0) for x in self.unpad(rows, STORED)]
-        self.evict(iteration)
-
-    def unpad(self, rows: dict, names: list[str]) -> list[dict]:
-        """Rows cut to their lengths, score and priority; one without a token (NaN) is left out."""
-        valid, prompts = rows["response_mask"].bool(), rows["prompt_mask"].bool()
-        priorities, samples = self.priorities(rows["advantages"], valid).tolist(), []
-        for i in valid.any(1).nonzero().flatten().tolist():
-            where = {name: prompts[i] if "prompt" in name else valid[i] for name in names}
-            sample = {name: rows[name][i][keep].cpu() for name, keep in where.items()}
-            samples.append(sample | dict(score=rows["scores"][i].item(), priority=priorities[i]))
-        return samples
-
-    def evict(self, iteration: int):
-        """What is too old or was drawn too often goes, then the oldest beyond the capacity."""
-        args, oldest = self.args, iteration - self.args.staleness_threshold
+        """Then what will be too old or was drawn too often goes, and the oldest beyond capacity."""
+        args, valid = self.args, rows["response_mask"].any(1)  # a NaN reward has left no token
+        new = {name: rows[name][valid].cpu() for name in STORED}
+        ones = torch.ones(len(new["scores"]), dtype=int)
+        new |= dict(birth=iteration * ones, reuse=0 * ones, priority=self.priorities(new))
+        rows = join([self.rows, new]) if self.rows else new
         small = args.replay_start_size and iteration < args.replay_grow_iteration
         capacity = args.replay_start_size if small else args.replay_buffer_size
-        live = [x for x in self.samples if x["birth"] >= oldest and x["reuse"] < args.max_replay_reuse]
-        self.samples = live[-capacity:]
+        live = rows["birth"] + args.staleness_threshold > iteration  # in the iteration to come
+        live = (live & (rows["reuse"] < args.max_replay_reuse)).nonzero().flatten()[-capacity:]
+        self.rows, self.size = {name: x[live] for name, x in rows.items()}, len(live)
 
-    def draw(self, iteration: int) -> tuple[list[dict], torch.Tensor]:
-        """By their odds, with replacement: a lone success may fill half of a draw.  -> n samples, (n,)"""
-        self.evict(iteration)
-        args, most = self.args, self.args.max_replay_reuse
+    def draw(self, iteration: int) -> tuple[dict, torch.Tensor]:
+        """By their odds, with replacement: a lone success may fill half of a draw.  -> rows, (n,)"""
+        args, rows, most = self.args, self.rows, self.args.max_replay_reuse
         if args.adaptive_reuse and self.last_kl >= 0.01:
             most = max(1, most // 3)  # the policy moves fast: rollouts drawn often have to wait
-        live = [x for x in self.samples if x["reuse"] < most]
-        if not live or len(self.samples) < args.min_replay_size:
-            return [], torch.zeros(0)
-        odds = torch.tensor([x["priority"] for x in live], dtype=torch.float64)
-        odds = odds if args.use_priority_sampling else torch.ones_like(odds)
+        if self.size < args.min_replay_size or rows["reuse"].min() >= most:
+            return {}, torch.zeros(0)
+        odds = rows["priority"] if args.use_priority_sampling else torch.ones_like(rows["priority"])
         if args.priority_age_tau is not None:
-            ages = iteration - torch.tensor([x["birth"] for x in live])
+            ages = iteration - rows["birth"]
             odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
+        odds, num_live = odds * (rows["reuse"] < most), int((rows["reuse"] < most).sum())
         odds = odds / odds.sum()
-        chosen = odds.multinomial(min(args.replay_sample_size, len(live)), replacement=True)
-        weights = (len(live) * odds[chosen]) ** -self.beta  # undo the odds: section 3.4 of arXiv:1511.05952
+        chosen = odds.multinomial(min(args.replay_sample_size, num_live), replacement=True)
+        weights = (num_live * odds[chosen]) ** -self.beta  # section 3.4 of arXiv:1511.05952
         self.beta = min(1.0, self.beta + args.priority_beta_increment)
-        for i in set(chosen.tolist()):
-            live[i]["reuse"] += 1  # once per iteration, however often it fills the draw
-        return [live[i] for i in chosen.tolist()], (weights / weights.max()).float()
+        self.chosen, distinct = chosen, chosen.unique()
+        rows["reuse"][distinct] += 1  # once, however often it fills the draw
+        self.num_drawn += len(distinct)
+        return {name: x[chosen] for name, x in rows.items()}, (weights / weights.max()).float()
 
     def buffer_stats(self, iteration: int) -> dict[str, float]:
-        reuses, births = ([x[name] for x in self.samples] or [0] for name in ("reuse", "birth"))
-        return {
-            "buffer_size": len(self.samples),
-            "avg_reuse_count": sum(reuses) / len(reuses),
-            "max_reuse_count": max(reuses),
-            "avg_age": iteration - sum(births) / len(births),
-            "oldest_sample": min(births),  # iteration that sampled it
-        }
+        reuse, birth = self.rows["reuse"].double(), self.rows["birth"].double()
+        stats = dict(avg_reuse_count=reuse.mean(), max_reuse_count=reuse.max())
+        stats |= dict(avg_age=iteration - birth.mean(), oldest_sample=birth.min())  # by its iteration
+        return dict(buffer_size=self.size) | {name: x.item() for name, x in stats.items()}
 
 
 # --- math ---
@@ -475,31 +445,23 @@ def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_answers):
 
 
 # v2: status
-def effective_sample_size(weights):
-    """(sum w)^2 / (n sum w^2): 1 where all weights are equal, 1/n where one owns all.  (n,) -> ()"""
-    return weights.sum() ** 2 / (len(weights) * (weights**2).sum())
-
-
 def staleness(name: str, rows: dict) -> dict[str, float]:
-    """How far pi_prox is from mu, and what importance weights, cut at 2, would leave of the rows."""
+    """How far pi_prox is from mu; what importance weights, cut at 2, would leave of the rows."""
     mask = rows["response_mask"].float()
     drift = (rows["logprobs"] - rows["mu_logprobs"]).clamp(-20, 20) * mask
-    weights = drift.exp().clamp(max=2)
-    metrics = {
-        "kl_behaviour": masked_mean(k3_kl(torch.zeros_like(drift), drift), mask),  # of mu to pi_prox
-        "is_mean": masked_mean(weights, mask),
-        "is_cap_frac": masked_mean(weights == 2, mask),
-        "ess": effective_sample_size((weights * rows["weights"])[mask > 0]),
-        "score": rows["scores"].mean(),
-    }
+    cut = drift.exp().clamp(max=2)
+    weights = (cut * rows["weights"])[mask > 0]
+    metrics = dict(is_mean=masked_mean(cut, mask), is_cap_frac=masked_mean(cut == 2, mask))
+    metrics["kl_behaviour"] = masked_mean(k3_kl(torch.zeros_like(drift), drift), mask)  # mu, pi_prox
+    metrics["ess"] = weights.sum() ** 2 / (len(weights) * (weights**2).sum())  # 1: all equal
     return {f"{name}/{key}": x.item() for key, x in metrics.items()}
 
 
-def forecast(args, num_stored: int) -> str:
+def forecast(args, size: int) -> str:
     """Answers that enter an update per answer generated, at most, and what limits it."""
-    most = num_stored + args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
-    if args.min_replay_size > most:
-        return f"warning: there will never be more than {most} rollouts: --min-replay-size"
+    most = size + args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
+    if args.min_replay_size > min(most, args.replay_buffer_size):
+        return "warning: nothing will be replayed: --min-replay-size is never reached"
     drawn, reuse = args.replay_sample_size / args.batch_size, args.max_replay_reuse
     limit = "--replay-sample-size" if drawn <= reuse else "--max-replay-reuse"
     return f"replay: EFF will be at most {1 + min(drawn, reuse):.2f}x, limited by {limit}"
@@ -524,7 +486,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 
 def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3), for logging.  2 x (B,R) -> (B,R)"""
+    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
     logratio = (ref_logprobs - logprobs).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
@@ -533,7 +495,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantages, eq. 11 and 12 of arXiv:1707.06347v2.  3 x (B,R) -> (B,R)"""
     assert rewards.shape == values.shape == mask.shape  # broadcasting hides bugs
     advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # nothing comes after the last token
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # after the last token
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
@@ -542,7 +504,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip=None):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss.  -> (B,R) and where the clip binds"""
+    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
     assert new_logprobs.shape == logprobs.shape == advantages.shape
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
     plain = -advantages * ratio
@@ -560,9 +522,9 @@ def value_loss(new_values, values, returns, clip_coef):
 
 
 def explained_variance(values, returns, mask):
-    """1: the critic predicts the returns; 0: no better than a constant.  2 x (B,R) -> ()"""
-    variance, residual = ((x - masked_mean(x, mask)) ** 2 for x in (returns, returns - values))
-    return 1 - masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)
+    """1: the critic predicts the returns; 0: no better than a constant.  3 x (B,R) -> float"""
+    residual, variance = ((x - masked_mean(x, mask)) ** 2 for x in (returns - values, returns))
+    return 1 - (masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)).item()
 
 
 # v2: correction
@@ -571,7 +533,7 @@ def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, corre
     limit = limit or dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04).get(correction)
     if correction == "none":  # as if pi_prox had sampled
         return policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
-    if correction == "behaviour":  # PPO as written: a stale token has spent its room before the update
+    if correction == "behaviour":  # PPO as written: a stale token's room is spent already
         return policy_loss(new_logprobs, mu_logprobs, advantages, *clip)
     if correction == "decoupled":  # section 4 of arXiv:2110.00641: clip the step, weigh who sampled
         weights = (prox_logprobs - mu_logprobs).clamp(-20, 20).exp().clamp(max=limit)
@@ -601,7 +563,7 @@ LOSSES += ["replay_frac", "approx_kl_replay", "clipfrac_replay"]  # v2: status
 
 
 def ppo_loss(policy, mb, num_tokens, args):
-    """What rows of a minibatch of `num_tokens` tokens add to its loss and to LOSSES.  -> (), (n,)"""
+    """What these rows add to loss and LOSSES of a minibatch of `num_tokens`.  -> (), (n,)"""
     mask = mb["response_mask"].float()
     logprobs, entropy, values = policy(mb)
     entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
@@ -611,12 +573,14 @@ def ppo_loss(policy, mb, num_tokens, args):
     kl, moved = k3_kl(mb["logprobs"], logprobs.detach()), (logprobs.detach() - mb["logprobs"]).abs()
     # a mean over all tokens: one per sequence would under-weight long answers (arXiv:2503.14476)
     # v2: correction
-    rule = (mask * mb["stale"], args.correction, args.correction_limit, clip)
-    stale = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
-    both = zip(stale, (pg_loss, clipped), strict=True)
-    pg_loss, clipped = (torch.where(mb["stale"], *pair) for pair in both)
-    # v2: imitation, status
-    pg_loss, v_loss, old = pg_loss * mb["weights"], v_loss * mb["value_weights"], mb["replayed"].float()
+    stale = mb["replayed"] | (args.rollout_lag > 0)  # (B,1)
+    rule = (mask * stale, args.correction, args.correction_limit, clip)
+    corrected = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
+    pg_loss, clipped = (torch.where(stale, *x) for x in zip(corrected, (pg_loss, clipped), strict=True))
+    # v2: imitation: shown gains alone, the critic would expect them; it learns from fresh rows
+    old = mb["replayed"].float()
+    pg_loss, v_loss = pg_loss * mb["weights"], v_loss * mb["weights"]
+    v_loss = v_loss * (1 - old) if args.replay_advantages == "positive" else v_loss
     terms = (pg_loss, v_loss, entropy, kl, clipped, moved * (1 - old), old, kl * old, clipped * old)
     terms = [(x * mask).sum() / num_tokens for x in terms]
     loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]
@@ -640,9 +604,9 @@ def sample_token(logits, uniforms):
 
 @torch.no_grad()
 def generate(policy, ids, mask, max_response_length, uniforms=None):
-    """Continue prompts (B,P): sample, or without uniforms (B,R) take the likeliest.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own, which saves a second pass. transformers' `generate`
-    # would apply a checkpoint's generation config: its samples are not the policy's.
+    """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
+    # Log-probs and values are the sampler's own: no second pass. Not transformers' `generate`, which
+    # applies a checkpoint's generation config: its samples are not the policy's.
     shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
@@ -667,7 +631,7 @@ def generate(policy, ids, mask, max_response_length, uniforms=None):
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Answer prompts and score the answers.  -> prompt_*: (B,P), scores and ended: (B,), others: (B,R)"""
+    """Answer prompts, score the answers.  -> prompt_*: (B,P), scores, ended: (B,), rest: (B,R)"""
     prompts, answers = map(list, zip(*pairs, strict=True))
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
@@ -680,7 +644,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     try:
         scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
     except (TypeError, ValueError):
-        sys.exit(f"the reward must be a number for each of {len(prompts)} answers, not {str(said)[:80]}")
+        sys.exit(f"the reward must be {len(prompts)} numbers, one an answer, not {str(said)[:80]}")
     ended = rows["ended"] = is_eos.any(1).float()
     own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
     scores = scores.to(ended) * (1 if own_reward else ended)
@@ -697,64 +661,57 @@ def score_rows(model, rows: dict, num_rows: int):
 
 
 # v2: buffer
-def samples_to_rows(samples: list[dict], policy, num_rows: int) -> dict:
-    """Stored rollouts as padded rows, with log-probs and values of the policy as it is now."""
-    parts = [{name: [sample[name]] for name in STORED} for sample in samples]
-    for part in parts:
-        part |= {f"{x}_mask": [torch.ones_like(part[f"{x}_ids"][0])] for x in ("prompt", "response")}
-    rows = {name: x.to(policy.eos_ids.device) for name, x in join(parts).items()}
-    rows["scores"] = torch.tensor([sample["score"] for sample in samples]).to(rows["values"])
-    rows["ended"] = torch.ones_like(rows["scores"])  # asked of fresh answers only
+def bring_up_to_date(rows: dict, policy, num_rows: int) -> dict:
+    """Stored rows, no wider than needed, with log-probs and values of today's policy."""
+    prompt, response = (int(rows[f"{x}_mask"].sum(1).max()) for x in ("prompt", "response"))
+    for name in [name for name, x in rows.items() if x.dim() == 2]:
+        rows[name] = rows[name][:, -prompt:] if "prompt" in name else rows[name][:, :response]
+    rows = {name: x.to(policy.eos_ids.device) for name, x in rows.items()}
     rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
     return rows
 
 
-# v2: correction, imitation
-def weigh_rows(advantages, mask, draw_weights, args) -> dict:
-    """What each row counts for: first the fresh ones, then the drawn.  2 x (B,R), (n,) -> of (B,R)"""
-    replayed = (torch.arange(len(mask), device=mask.device) >= args.batch_size)[:, None].expand_as(mask)
-    weights = torch.cat([torch.ones(args.batch_size), draw_weights])[:, None].to(mask).expand_as(mask)
-    rows = dict(replayed=replayed, stale=replayed | (args.rollout_lag > 0))
-    rows |= dict(advantages=advantages, weights=weights, value_weights=weights)
-    if args.norm_adv:  # apart: what was drawn is no fair sample of answers
-        rows["advantages"] = whiten(advantages, mask * ~replayed) + whiten(advantages, mask * replayed)
-    if args.replay_advantages == "positive":
-        # What went better than the critic expects, eq. 2 of arXiv:1806.05249; never centred, which
-        # would make a loss of a small gain. The critic itself learns from fresh rows only: shown
-        # successes above all, it would expect them.
-        rows["advantages"] = torch.where(replayed, advantages.clamp(min=0), rows["advantages"])
-        rows["value_weights"] = weights * ~replayed
-    return rows
+# v2: imitation
+def replay_advantages(advantages, mask, replayed, args):
+    """Of replayed rows the gains alone, or whitened apart: they are no fair sample.  -> (B,R)"""
+    white = advantages
+    if args.norm_adv:
+        white = whiten(advantages, mask * ~replayed) + whiten(advantages, mask * replayed)
+    # What went better than the critic expects, eq. 2 of arXiv:1806.05249; never centred, which would
+    # make a loss of a small gain.
+    gains = advantages.clamp(min=0) if args.replay_advantages == "positive" else white
+    return torch.where(replayed, gains, white)
 
 
 # v2: log
-def write_rollouts(path: Path, samples: list[dict], tokenizer):
-    with open(path, "a") as file:
-        for sample in samples:
-            prompt, ids, logprobs = (sample[name].tolist() for name in STORED[:3])
-            row = dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs, score=sample["score"])
-            file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n")
+def write_rollouts(file, rows: dict, tokenizer):
+    for i, valid in enumerate(rows["response_mask"].bool()):
+        prompt = rows["prompt_ids"][i][rows["prompt_mask"][i].bool()].tolist()
+        ids, logprobs = (rows[name][i][valid].tolist() for name in ("response_ids", "mu_logprobs"))
+        row = dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs, score=rows["scores"][i].item())
+        file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n" if ids else "")
 
 
-def read_rollouts(path: str, tokenizer, args) -> list[dict]:
-    """What `write_rollouts` wrote, or others: prompt may stand for prompt_ids, logprobs may be missing."""
+def read_rollouts(path: str, tokenizer, args) -> dict:
+    """Such a file, or one with prompt instead of prompt_ids and without logprobs."""
 
-    def to_sample(row: dict) -> dict:
+    def to_row(row: dict) -> dict:
         if "prompt_ids" not in row:
             row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
         prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
         logprobs = row.get("logprobs", [math.nan] * len(ids))
-        assert len(logprobs) == len(ids) and math.isfinite(score)
+        assert len(logprobs) == len(ids) > 0 and math.isfinite(score)
         assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
         assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
-        empty, known = dict.fromkeys(STORED[3:], torch.zeros(len(ids))), (prompt, ids, logprobs)
-        return empty | dict(zip(STORED, map(torch.tensor, known), strict=False)) | dict(score=score)
+        new = dict(prompt_ids=[prompt], prompt_mask=[[1] * len(prompt)], scores=[score], ended=[1.0])
+        new |= dict(response_ids=[ids], response_mask=[[1] * len(ids)], mu_logprobs=[logprobs])
+        return {name: torch.tensor(x) for name, x in new.items()}
 
     expected = "prompt or prompt_ids, response_ids of this model, score and, where known, logprobs"
-    samples = read_jsonl(path, to_sample, expected)
-    unknown = sum(bool(x["mu_logprobs"].isnan().any()) for x in samples)
-    print(f"{path}: {len(samples)} rollouts, {unknown} without log-probs: for these, --correction none")
-    return samples
+    rows = join(read_jsonl(path, to_row, expected))
+    unknown = rows["mu_logprobs"].isnan().any(1).sum()
+    print(f"{path}: {len(rows['scores'])} rollouts; {unknown} without log-probs: not corrected")
+    return rows
 
 
 # --- evaluate ---
@@ -763,7 +720,7 @@ def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
     batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
     scores = [rollout(policy, batch, tokenizer, scorer, args)["scores"] for batch in batches]
     mean = torch.cat(scores).nanmean()
-    return (total(mean) / total(torch.ones_like(mean))).item()  # v1: distributed: ranks decide alike
+    return (total(mean) / total(torch.ones_like(mean))).item()  # v1: distributed
 
 
 # --- run folder ---
@@ -775,7 +732,7 @@ class Run:
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
+        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
         if enabled:
             self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
             config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
@@ -790,60 +747,45 @@ class Run:
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start, 3)}
-        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        self.rows.append(row)
+        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(self.rows[-1]) + "\n")
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
+            self.wandb.log(self.rows[-1], step=row["global_step"])
 
     def status(self, line: str, done: int):
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        due = done % max(1, self.total // 15) == 0 or done == self.total
-        if self.enabled and self.bar.disable and due:
+        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if self.enabled:
-            from matplotlib.figure import Figure
-
-            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            height = math.ceil(len(panels) / 4)
-            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-            for i, (title, keys) in enumerate(panels.items(), 1):
-                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-                for key in keys:
-                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.legend()
-            figure.savefig(self.dir / "curves.png")
+        if not self.enabled:
+            return
+        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+        height = math.ceil(len(panels) / 4)
+        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+        for i, (title, keys) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
+            for key in keys:
+                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
+                axis.plot(list(points), list(points.values()), ".-", label=key)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
 
 # v1: checkpoint
-def save_checkpoint(path: Path, state: dict):
-    """Whole or not at all: a kill at any moment leaves the previous checkpoint good."""
-    torch.save(state, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
-
-
 def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM go into this list: finish the step, save, end. A second one ends at once."""
+    """SIGINT and SIGTERM go into this list: save and end. A second one ends at once."""
     received = []
-
-    def handle(number, frame):
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print("finishing this step, then saving; once more: end now", file=sys.stderr)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _: sys.exit(1) if received else received.append(number))
     return received
 
 
@@ -860,19 +802,6 @@ def save_model(policy, tokenizer, folder: Path):
         tokenizer.save_pretrained(f"{folder}.tmp")
         shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
         os.replace(f"{folder}.tmp", folder)
-
-
-# v1: memory
-def save_memory(policy, reference, args):
-    """Gradient checkpointing (it works in train() only: dropout has to go) and bf16 autocast."""
-    for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
-        trunk.gradient_checkpointing_enable()
-        for module in trunk.modules():
-            floats = [name for name, x in vars(module).items() if type(x) is float]
-            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
-    for model in filter(None, (policy, reference)) if args.bf16 else ():
-        autocast = torch.autocast(policy.eos_ids.device.type, torch.bfloat16)
-        model.forward, model.step = autocast(model.forward), autocast(model.step)
 
 
 # v1: distributed
@@ -893,8 +822,7 @@ def init_distributed(device):
 def shard(policy):
     """FSDP2 that keeps weights whole until the backward pass: sampling needs no communication."""
     for trunk in filter(None, (policy.lm, policy.critic)):
-        layers = max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len)
-        for layer in layers:
+        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
             fully_shard(layer, reshard_after_forward=False)
     fully_shard(policy, reshard_after_forward=False)
     register_fsdp_forward_method(policy, "step")
@@ -913,14 +841,17 @@ def join(parts: list[dict]) -> dict:
     """Rows of all parts, prompts padded on the left and responses on the right to one width."""
     joined = {}
     for name in parts[0]:
-        rows = [row for part in parts for row in part[name]]
-        side = "left" if "prompt" in name else "right"
-        joined[name] = pad_sequence(rows, True, padding_side=side) if rows[0].dim() else torch.stack(rows)
+        rows = [part[name] for part in parts]
+        if rows[0].dim() == 2:
+            gaps = [max(x.shape[1] for x in rows) - x.shape[1] for x in rows]
+            sides = [(gap, 0) if "prompt" in name else (0, gap) for gap in gaps]
+            rows = [nn.functional.pad(x, side) for x, side in zip(rows, sides, strict=True)]
+        joined[name] = torch.cat(rows)
     return joined
 
 
 def gather_rows(rows: dict, world_size: int) -> dict:
-    """All rows on every rank in the order of one process: advantages and shuffling are then alike."""
+    """All rows on every rank in the order of one process, so that ranks shuffle alike."""
     parts = [None] * world_size
     dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
     joined = join(parts)
@@ -938,8 +869,8 @@ def warm_start(lm, pairs, tokenizer, args):
         batch = rng.choices(pairs, k=64)
         texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        lengths = torch.tensor([[len(prompt)] for prompt, _ in batch])  # a token a letter
-        is_answer = (tokens.attention_mask == 1) & (positions(tokens.attention_mask) >= lengths)
+        mask, lengths = tokens.attention_mask, torch.tensor([[len(prompt)] for prompt, _ in batch])
+        is_answer = (mask == 1) & (mask.cumsum(1) > lengths)  # a token a letter
         lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -968,7 +899,15 @@ def main(args: Args) -> dict[str, float]:
         reference = PolicyWithValue(copy.deepcopy(lm), eos_ids, args.temperature)
         reference.to(device).requires_grad_(False)
     policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    save_memory(policy, reference, args)  # v1: memory
+    # v1: memory
+    for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
+        trunk.gradient_checkpointing_enable()  # it works in train() only, so dropout has to go
+        for module in trunk.modules():
+            floats = [name for name, x in vars(module).items() if type(x) is float]
+            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
+    for model in filter(None, (policy, reference)) if args.bf16 else ():
+        autocast = torch.autocast(device.type, torch.bfloat16)
+        model.forward, model.step = autocast(model.forward), autocast(model.step)
     # v1: distributed
     for parameter in policy.parameters() if world_size > 1 else ():
         dist.broadcast(parameter.data, 0)
@@ -1004,21 +943,20 @@ def main(args: Args) -> dict[str, float]:
     past_weights, buffer, log_size = [], ReplayBuffer(args), 0
     if iteration:
         past_weights, log_size = saved["past_weights"], saved["log_size"]
-        vars(buffer).update(saved["buffer"] | dict(args=args))
+        vars(buffer).update(saved["buffer"], args=args)
     elif args.replay_from:
-        logged = samples_to_rows(read_rollouts(args.replay_from, tokenizer, args), policy, num_rows)
-        if reference is not None:
-            logged["ref_logprobs"], _, _ = score_rows(reference, logged, num_rows)
-        logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until it is drawn
+        logged = read_rollouts(args.replay_from, tokenizer, args)
+        logged = bring_up_to_date(logged, policy, num_rows)
+        logged["ref_logprobs"], _, _ = score_rows(reference or policy, logged, num_rows)
+        logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until drawn
         buffer.add(logged, 0)
-    if args.use_replay_buffer:  # v2: status
-        print(forecast(args, len(buffer.samples)))
+    if args.use_replay_buffer:
+        print(forecast(args, buffer.size))  # v2: status
     stop = catch_signals()
     run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
-    log_path = run.dir / "rollouts.jsonl"  # v2: log
-    if args.log_rollouts and rank == 0:
-        with open(log_path, "a") as file:
-            file.truncate(log_size)  # what came after the checkpoint comes again
+    log = open(run.dir / "rollouts.jsonl", "a") if args.log_rollouts and rank == 0 else None  # v2: log
+    if log:
+        log.truncate(log_size)  # what came after the checkpoint comes again
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
         run.log({"global_step": 0, **metrics})
@@ -1026,7 +964,7 @@ def main(args: Args) -> dict[str, float]:
     while iteration < args.num_iterations:
         # v1: best: at the top, so that a resumed run ends here, too
         if 0 < args.early_stopping_patience <= stale_evals:
-            print(f"early stop: {stale_evals} evaluations in a row not better than {best_score:.3f}")
+            print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
             break
         iteration += 1
         start_time = time.time()
@@ -1059,9 +997,9 @@ def main(args: Args) -> dict[str, float]:
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
         # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
-        beta, (samples, draw_weights) = buffer.beta, buffer.draw(iteration)
-        if samples:
-            drawn = samples_to_rows(samples, policy, num_rows)
+        drawn, draw_weights = buffer.draw(iteration)
+        if drawn:
+            drawn = bring_up_to_date(drawn, policy, num_rows)
             unknown = drawn["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
             drawn["mu_logprobs"] = drawn["logprobs"].where(unknown, drawn["mu_logprobs"])
             batch = join([batch, drawn])
@@ -1072,7 +1010,10 @@ def main(args: Args) -> dict[str, float]:
         advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
         batch["returns"] = advantages + batch["values"]
         batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
-        batch |= weigh_rows(advantages, mask, draw_weights, args)  # v2: correction, imitation
+        # v2: buffer, imitation
+        batch["weights"] = torch.cat([torch.ones(args.batch_size), draw_weights])[:, None].to(mask)  # (B,1)
+        batch["replayed"] = torch.arange(len(mask), device=device)[:, None] >= args.batch_size
+        batch["advantages"] = replay_advantages(advantages, mask, batch["replayed"], args)
         rollout_time = time.time() - start_time
 
         # 3 update
@@ -1080,8 +1021,8 @@ def main(args: Args) -> dict[str, float]:
         policy.train(args.gradient_checkpointing)  # v1: memory
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
-            # v2: mix
-            order = torch.randperm(len(samples)).to(device) + args.batch_size
+            # v2: buffer: fresh and drawn rows in every minibatch, in proportion
+            order = torch.randperm(len(draw_weights)).to(device) + args.batch_size
             parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
             minibatches = list(map(torch.cat, parts))
             for mb_inds in minibatches:
@@ -1120,7 +1061,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
         metrics |= {
             "global_step": global_step,
-            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask).item(),
+            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask),
             "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
             "losses/skipped_steps": skipped_steps,
             "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
@@ -1137,20 +1078,18 @@ def main(args: Args) -> dict[str, float]:
         share, kl_replay, clipped_replay = (metrics.pop(f"losses/{name}") for name in LOSSES[6:])
         metrics["rollout/logprob_mismatch"] /= 1 - updates[0][6].item()
         metrics |= staleness("lag", batch) if args.rollout_lag else {}
-        if samples:
-            age = iteration - sum(x["birth"] for x in samples) / len(samples)
-            metrics |= staleness("replay", drawn) | {"replay/age": age, "replay/beta": beta}
+        if len(draw_weights):
+            age = iteration - buffer.rows["birth"][buffer.chosen].double().mean().item()
+            metrics |= staleness("replay", drawn) | {"replay/age": age}
+            buffer.rows["priority"][buffer.chosen] = buffer.priorities(drawn)  # today's
             for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)):
                 metrics[f"losses/{name}_replay"] = replay / share
                 metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
-            for sample, new in zip(samples, buffer.unpad(drawn, ["values", "advantages"]), strict=True):
-                sample |= new  # what was drawn is kept as critic and policy see it today
-        if args.log_rollouts and rank == 0:  # v2: log
-            write_rollouts(log_path, buffer.unpad(batch, STORED), tokenizer)
+        if log:  # v2: log
+            write_rollouts(log, batch, tokenizer)
         if args.use_replay_buffer:
             buffer.add(batch, iteration)
             buffer.last_kl = metrics["losses/approx_kl"]
-            buffer.num_drawn += len({id(sample) for sample in samples})  # copies count once
             stats, used = buffer.buffer_stats(iteration), (global_step + buffer.num_drawn) / global_step
             metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
             metrics |= dict(buffer_size=stats["buffer_size"], avg_sample_reuse=stats["avg_reuse_count"])
@@ -1186,28 +1125,23 @@ def main(args: Args) -> dict[str, float]:
             state["counters"] = iteration, skipped_steps, best_score, stale_evals, kl_coef
             # v2: lag, buffer, log
             state |= dict(past_weights=past_weights, buffer=vars(buffer) | dict(args=None))
-            state["log_size"] = log_path.stat().st_size if log_path.exists() else 0
-            if rank == 0:
-                save_checkpoint(run.dir / "checkpoint.pt", state)
+            state["log_size"] = log.tell() if log else 0  # written out to here
+            if rank == 0:  # whole or not at all: a kill at any moment leaves the previous one good
+                torch.save(state, run.dir / "checkpoint.pt.tmp")
+                os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
         if stopping and not ended:
             print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
             return metrics
 
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    panels = {
-        "score of an answer": ["charts/score", "eval/score"],
-        "how far the policy moves, nats per token": ["losses/approx_kl", "losses/ref_kl"],
-        "entropy, nats per token": ["losses/entropy"],
-        "what the critic predicts": ["losses/explained_variance"],
-    }
+    panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
+    panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]
+    panels["what the critic predicts"] = ["losses/explained_variance"]
     if args.rollout_lag or args.use_replay_buffer:  # v2: status
-        panels["score of an answer"].append("replay/score")
-        panels |= {
-            "nats per token from the sampler": ["lag/kl_behaviour", "replay/kl_behaviour"],
-            "effective share of stale tokens": ["lag/ess", "replay/ess"],
-            "answers in the buffer": ["buffer_size"],
-            "used per answer generated": ["sample_efficiency", "avg_sample_reuse"],
-        }
+        panels["nats per token from the sampler"] = ["lag/kl_behaviour", "replay/kl_behaviour"]
+        panels["effective share of stale tokens"] = ["lag/ess", "replay/ess"]
+        panels["answers in the buffer"] = ["buffer_size"]
+        panels["used per answer generated"] = ["sample_efficiency", "avg_sample_reuse"]
     run.close("answers generated", panels)
     print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
     return metrics

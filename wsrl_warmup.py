@@ -48,6 +48,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from matplotlib.figure import Figure
 from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -87,7 +88,7 @@ class Args:
     eval_every: int = 250  # steps between evaluations of the policy (0: at the switch and the end)
     eval_episodes: int = 10  # of each, the same ones each time
     log_interval: int = 100  # steps between lines of metrics.jsonl
-    track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
     preset: Literal["design", "wsrl", "rlpd", "scratch", "bc"] = "design"  # fills what is left out
     stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
@@ -901,7 +902,7 @@ class Run:
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=not (enabled and sys.stderr.isatty()), dynamic_ncols=True)
+        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
         if enabled:
             self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
             config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
@@ -916,38 +917,35 @@ class Run:
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start, 3)}
-        row = {k: v if math.isfinite(v) else None for k, v in row.items()}  # JSON has no NaN
-        self.rows.append(row)
+        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
         if self.enabled:
             with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(self.rows[-1]) + "\n")
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
+            self.wandb.log(self.rows[-1], step=row["global_step"])
 
     def status(self, line: str, done: int):
         """What a person watches: behind a bar on a terminal, else a plain line now and then."""
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(done - self.bar.n)
-        due = done % max(1, self.total // 15) == 0 or done == self.total
-        if self.enabled and self.bar.disable and due:
+        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
             print(f"[{done}/{self.total}] {line}", flush=True)
 
     def close(self, xlabel: str, panels: dict[str, list[str]]):
         """summary.json, and curves.png: a panel per title, a line per metric."""
         self.bar.close()
-        if self.enabled:
-            from matplotlib.figure import Figure
-
-            (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-            height = math.ceil(len(panels) / 4)
-            figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-            for i, (title, keys) in enumerate(panels.items(), 1):
-                axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-                for key in keys:
-                    points = [(r["global_step"], r[key]) for r in self.rows if r.get(key) is not None]
-                    axis.plot(*zip(*points or [(0, math.nan)], strict=True), ".-", label=key)
-                axis.legend()
-            figure.savefig(self.dir / "curves.png")
+        if not self.enabled:
+            return
+        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
+        height = math.ceil(len(panels) / 4)
+        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
+        for i, (title, keys) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
+            for key in keys:
+                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
+                axis.plot(list(points), list(points.values()), ".-", label=key)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
@@ -959,16 +957,10 @@ def save_checkpoint(path: Path, state: dict):
 
 
 def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM go into this list: finish the step, save, end. A second one ends at once."""
+    """SIGINT and SIGTERM go into this list: save and end. A second one ends at once."""
     received = []
-
-    def handle(number, frame):
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print("finishing this step, then saving; once more: end now", file=sys.stderr)
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _: sys.exit(1) if received else received.append(number))
     return received
 
 

@@ -44,9 +44,9 @@ def update(batch=32, length=8, vocabulary=98):
     ids = {name: torch.randint(90, (batch, size)) for name, size in (("prompt", 8), ("response", length))}
     rows = {f"{name}_ids": x for name, x in ids.items()} | {f"{name}_mask": x >= 0 for name, x in ids.items()}
     rows = {name: x.long() for name, x in rows.items()}
-    floats = "logprobs mu_logprobs values returns advantages weights value_weights".split()
+    floats = "logprobs mu_logprobs values returns advantages".split()
     rows |= {name: torch.zeros(batch, length) for name in floats}
-    rows |= {name: torch.zeros(batch, length, dtype=torch.bool) for name in ("stale", "replayed")}
+    rows |= dict(weights=torch.ones(batch, 1), replayed=torch.zeros(batch, 1, dtype=torch.bool))
     return lambda: ppo_v2.ppo_loss(policy, rows, batch * length, args)[0].backward()
 
 
@@ -57,10 +57,12 @@ def generate(length):
 
 
 def draw(size):
-    """64 of so many rollouts, by priority and age"""
+    """64 of so many rollouts, by priority and age, and 64 new ones into a full buffer"""
     buffer = ppo_v2.ReplayBuffer(ppo_v2.Args(use_replay_buffer=True, replay_buffer_size=size, max_replay_reuse=10**9))
-    buffer.samples = [dict(priority=1.0 + i % 7, birth=i % 50, reuse=0) for i in range(size)]
-    return lambda: buffer.draw(50)
+    one = dict.fromkeys(ppo_v2.STORED, torch.ones(size, 8)) | dict.fromkeys(("scores", "ended"), torch.ones(size))
+    buffer.add(one, 49)
+    new = {name: x[:64] for name, x in one.items()}
+    return lambda: (buffer.draw(50), buffer.add(new, 49))
 
 
 def draw_transitions(size):
@@ -93,7 +95,7 @@ WORKS = {  # title: what is measured, its sizes
     "update: answers of a batch": (lambda n: update(batch=n), (16, 64, 256, 1024)),
     "update: words of the vocabulary": (lambda n: update(vocabulary=n), (100, 1_000, 10_000, 50_000)),
     "sampling: tokens of an answer": (generate, (8, 32, 128, 512)),
-    "draw 64 rollouts: rollouts in the buffer": (draw, (10**3, 10**4, 10**5, 10**6)),
+    "draw 64 rollouts, add 64: rollouts in the buffer": (draw, (10**3, 10**4, 10**5, 10**6)),
     "draw 256 transitions by priority: rows": (draw_transitions, (10**3, 10**4, 10**5, 10**6)),
     "draw 256 with images: transitions": (draw_frames, (10**3, 10**4, 10**5)),
 }

@@ -124,7 +124,7 @@ def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty()
 @pytest.mark.parametrize("body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"])
 def test_a_reward_function_that_gives_no_numbers_ends_with_a_sentence(body, tmp_path):
     (tmp_path / "reward.py").write_text(f"def mine(prompts, responses, answers):\n    return {body}\n")
-    with pytest.raises(SystemExit, match=r"^the reward must be a number for each of 8 answers, not "):
+    with pytest.raises(SystemExit, match=r"^the reward must be 8 numbers, one an answer, not "):
         run(ppo_v1, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
 
 

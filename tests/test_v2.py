@@ -24,25 +24,25 @@ def filled(births, reuses, priorities=None, size=1, **options):
     buffer = ppo_v2.ReplayBuffer(ppo_v2.Args(use_replay_buffer=True, **options))
     for i, birth in enumerate(births):
         one = torch.ones(1, 1)
-        rows = dict.fromkeys((*ppo_v2.STORED, "prompt_mask", "response_mask"), one) | dict(scores=tensor([float(i)]))
+        rows = dict.fromkeys(ppo_v2.STORED, one) | dict(scores=tensor([float(i)]), ended=one[0])
         buffer.add(rows | dict(advantages=one * (priorities[i] - 1e-6 if priorities else 1.0)), birth)
-        buffer.samples[-1]["reuse"] = reuses[i]
+    buffer.rows["reuse"] = tensor(reuses)
     return buffer
 
 
 def frequencies(buffer, iteration=2, draws=4000):
     """How much of what is drawn is each sample."""
     torch.manual_seed(0)
-    ids = [id(sample) for _ in range(draws) for sample in buffer.draw(iteration)[0]]
-    return [ids.count(id(sample)) / len(ids) for sample in buffer.samples]
+    ids = [i for _ in range(draws) for i in buffer.draw(iteration)[0]["scores"].tolist()]
+    return [ids.count(i) / len(ids) for i in buffer.rows["scores"].tolist()]
 
 
 # --- which are drawn ---
 def test_priorities_are_mean_gains_or_mean_sizes():
-    advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1.0, 1, 1], [1, 1, 0]])
+    advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1, 1, 1], [1, 1, 0]])
     for kind, expected in (("positive", [1 + 1e-6, 1e-6]), ("all", [7 / 3 + 1e-6, 3 + 1e-6])):
         buffer = filled([], [], priority_alpha=1.0, replay_advantages=kind)
-        assert buffer.priorities(advantages, mask).tolist() == pytest.approx(expected, rel=1e-6)
+        assert buffer.priorities(dict(advantages=advantages, response_mask=mask)).tolist() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -52,8 +52,8 @@ def test_draws_follow_the_priorities_with_replacement(size):
 
 def test_an_iteration_counts_once_however_often_it_draws_a_rollout():
     buffer = filled([1, 1, 1], [0, 0, 0], [1, 2, 1e9], size=3)
-    assert [sample["score"] for sample in buffer.draw(2)[0]] == [2.0] * 3
-    assert [sample["reuse"] for sample in buffer.samples] == [0, 0, 1]
+    assert buffer.draw(2)[0]["scores"].tolist() == [2.0] * 3
+    assert buffer.rows["reuse"].tolist() == [0, 0, 1] and buffer.num_drawn == 1
 
 
 def test_the_odds_of_a_rollout_fall_with_its_age():
@@ -74,7 +74,7 @@ def test_weights_of_prioritized_draws_by_hand():
     found = {}
     while len(found) < 3:  # until a draw of three holds each: the largest weight drawn is 1
         drawn, drawn_weights = filled([1, 1, 1], [0, 0, 0], [1, 2, 4], 3, priority_beta=0.4).draw(2)
-        found = {sample["score"]: weight.item() for sample, weight in zip(drawn, drawn_weights, strict=True)}
+        found = dict(zip(drawn["scores"].tolist(), drawn_weights.tolist(), strict=True))
     assert [found[i] for i in range(3)] == pytest.approx([1, 0.8467453, 0.7169776], abs=1e-6)
 
 
@@ -83,11 +83,12 @@ def test_the_old_and_the_often_drawn_go_then_the_oldest():
     buffer = filled([1, 2, 3, 4, 5, 6], [0, 4, 3, 0, 0, 0])
     stats = dict(buffer_size=6, avg_reuse_count=7 / 6, max_reuse_count=4, avg_age=2.5, oldest_sample=1)
     assert buffer.buffer_stats(6) == pytest.approx(stats)
-    for iteration, size, left in ((5, 9, [1, 3, 4, 5, 6]), (6, 9, [3, 4, 5, 6]), (6, 3, [4, 5, 6])):
+    nothing = {name: x[:0] for name, x in buffer.rows.items()}
+    for iteration, size, left in ((4, 9, [1, 3, 4, 5, 6]), (5, 9, [3, 4, 5, 6]), (5, 3, [4, 5, 6])):
         limits = dict(staleness_threshold=4, max_replay_reuse=4, replay_buffer_size=size, min_replay_size=1)
         buffer.args = ppo_v2.Args(use_replay_buffer=True, **limits)
-        buffer.evict(iteration)
-        assert [sample["birth"] for sample in buffer.samples] == left
+        buffer.add(nothing, iteration)  # what is left can be drawn in the next
+        assert buffer.rows["birth"].tolist() == left and buffer.size == len(left)
 
 
 @pytest.mark.parametrize("kl, drawn", [(0.009, {0, 1, 2}), (0.01, {1, 2})])
@@ -97,16 +98,24 @@ def test_while_the_policy_moves_fast_rollouts_drawn_often_wait(kl, drawn):
     buffer.last_kl, seen = kl, set()
     for seed in range(40):
         torch.manual_seed(seed)
-        seen |= {int(sample["score"]) for sample in buffer.draw(2)[0]}
-        for sample, reuse in zip(buffer.samples, (3, 1, 0), strict=True):
-            sample["reuse"] = reuse
-    buffer.evict(2)
-    assert seen == drawn and len(buffer.samples) == 3
+        rows, drawn_weights = buffer.draw(2)
+        seen |= set(rows["scores"].int().tolist())
+        assert len(drawn_weights) == len(drawn)
+        buffer.rows["reuse"] = tensor([3, 1, 0])
+    buffer.add({name: x[:0] for name, x in buffer.rows.items()}, 2)
+    assert seen == drawn and buffer.size == 3
 
 
 # --- what they count for ---
-def test_effective_sample_size_by_hand():
-    assert ppo_v2.effective_sample_size(tensor([4.0, 1, 1, 1])).item() == pytest.approx(0.6447368, abs=1e-6)
+def test_staleness_by_hand():
+    """Weights of the draw 4, 1, 1, 1 where nothing is stale; a token that is now three times as likely counts 2."""
+    same, one = torch.full((4, 1), -1.0), torch.ones(4, 1)
+    rows = dict(logprobs=same, mu_logprobs=same, response_mask=one, weights=tensor([[4.0], [1], [1], [1]]))
+    assert ppo_v2.staleness("x", rows)["x/ess"] == pytest.approx(0.6447368, abs=1e-6)
+    rows |= dict(logprobs=same + tensor([[math.log(3)], [0], [0], [0]]), weights=one)
+    found = ppo_v2.staleness("x", rows)
+    assert found == pytest.approx({"x/is_mean": 1.25, "x/is_cap_frac": 0.25, "x/ess": 25 / 28,
+                                   "x/kl_behaviour": (3 - 1 - math.log(3)) / 4}, abs=1e-6)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,18 +197,18 @@ def test_the_policy_loss_of_every_step_is_that_of_an_oracle(correction, lag, tmp
     seen = minibatches(monkeypatch)
     options = dict(correction=correction, rollout_lag=lag, replay_advantages="all", learning_rate=5e-3)
     run(ppo_v2, tmp_path / "run", **LONG, **options, priority_beta=1.0)
-    assert len(seen) == 5 * 4 and sum(mb["replayed"].any(1).sum() for mb in seen) == 4 * 2 * 8
+    assert len(seen) == 5 * 4 and sum(mb["replayed"].sum() for mb in seen) == 4 * 2 * 8
     for mb in seen:
         valid = [(i, j) for i, j in mb["response_mask"].nonzero().tolist()]
         names = ("now", "logprobs", "mu_logprobs", "advantages")
         tokens = {place: [mb[name][place].item() for name in names] for place in valid}
-        stale = [place for place in valid if lag or mb["replayed"][place]]
+        stale = [place for place in valid if lag or mb["replayed"][place[0]]]
         dropped = over_budget([(tokens[p][0] - tokens[p][2], tokens[p][3]) for p in stale]) if stale else set()
         dropped = {stale[i] for i in dropped} if correction == "m2po" else set()
         total = 0.0
         for place, numbers in tokens.items():
             rule = correction if place in stale else "none"
-            weight = 0.0 if place in dropped else mb["weights"][place].item()
+            weight = 0.0 if place in dropped else mb["weights"][place[0]].item()
             total += weight * token_loss(rule, *numbers)
         assert mb["stats"][0].item() == pytest.approx(total / mb["num_tokens"].item(), abs=2e-5, rel=1e-3)
     drift = max(((mb["logprobs"] - mb["mu_logprobs"]) * mb["response_mask"]).abs().max().item() for mb in seen)
@@ -231,7 +240,7 @@ def test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago(tmp_pat
 
 def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
     """Tokens, scores and log-probs come back as they went in, through padding and back."""
-    stored, ready = spy(monkeypatch, ppo_v2.ReplayBuffer, "add"), spy(monkeypatch, ppo_v2, "samples_to_rows")
+    stored, ready = spy(monkeypatch, ppo_v2.ReplayBuffer, "add"), spy(monkeypatch, ppo_v2, "bring_up_to_date")
     run(ppo_v2, tmp_path / "run", **LONG, rollout_lag=1)
 
     def contents(rows):
@@ -250,24 +259,19 @@ def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
         assert contents(rows).items() <= went_in.items()
 
 
-def test_a_draw_refreshes_value_advantage_and_priority(tmp_path, monkeypatch):
-    """By today's critic and policy; a row's returns less its values are its advantages."""
-    draws, cuts = (spy(monkeypatch, ppo_v2.ReplayBuffer, name) for name in ("draw", "unpad"))
+def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
+    """By today's advantages, which are those of today's critic and policy: returns less values."""
+    draws, seen = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2.ReplayBuffer, "priorities")
     run(ppo_v2, tmp_path / "run", **LONG, replay_advantages="all")
-    added = [sample for (_, _, names), new in cuts if names == ppo_v2.STORED for sample in new]
-    first = {tuple(x["mu_logprobs"].tolist()): x["priority"] for x in added}
-    again = [(rows, new) for (_, rows, names), new in cuts if names == ["values", "advantages"]]
-    for rows, new in again:
-        for i, sample in enumerate(new):
-            keep = rows["response_mask"][i].bool()
-            assert all(torch.equal(sample[name], rows[name][i][keep]) for name in ("values", "advantages"))
-            torch.testing.assert_close(sample["advantages"], (rows["returns"] - rows["values"])[i][keep])
-            assert sample["priority"] == pytest.approx(sample["advantages"].abs().mean().item() + 1e-6, rel=1e-5)
+    again = [(rows, new) for (_, rows), new in seen if "returns" in rows]
     assert len(again) == 4
-    last = draws[-1][1][0]
-    for sample, new in zip(last, again[-1][1], strict=True):
-        assert sample["priority"] == new["priority"] and torch.equal(sample["values"], new["values"])
-    assert max(abs(x["priority"] - first[tuple(x["mu_logprobs"].tolist())]) for x in last) > 1e-2
+    for rows, new in again:
+        size = ((rows["returns"] - rows["values"]).abs() * rows["response_mask"]).sum(1) / rows["response_mask"].sum(1)
+        torch.testing.assert_close(new, size.double() + 1e-6, rtol=1e-4, atol=1e-6)
+    ((buffer, _), (drawn, _)), new = draws[-1], again[-1][1]
+    born = buffer.rows["birth"][:-8].tolist()  # less what the last iteration has added
+    assert len(born) == 32 and (new - drawn["priority"]).abs().max() > 1e-2, "they must have moved"
+    assert set(new.tolist()) <= set(buffer.rows["priority"].tolist())
 
 
 def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
@@ -275,7 +279,7 @@ def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
     seen = minibatches(monkeypatch)
     options = dict(num_minibatches=4, update_epochs=1, num_iterations=3, new_samples_ratio=0.5)
     run(ppo_v2, tmp_path / "run", **LONG | options | dict(replay_sample_size=ppo_v2.Args.replay_sample_size))
-    counts = [(len(mb["replayed"]), mb["replayed"].any(1).sum().item()) for mb in seen]
+    counts = [(len(mb["replayed"]), mb["replayed"].sum().item()) for mb in seen]
     assert counts == [(2, 0)] * 4 + [(4, 2)] * 8
 
 
@@ -288,20 +292,27 @@ def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, mo
     options |= dict(use_priority_sampling=False, priority_age_tau=None, staleness_threshold=20)
     efficiency = run(ppo_v2, tmp_path / "run", **REPLAY | options)["sample_efficiency"]
     assert "EFF will be at most 3.00x" in capsys.readouterr().out and 2.7 < efficiency <= 3
-    for (_, iteration), (samples, _) in draws:  # which hold the samples: no id is used twice
-        counts.update({id(sample) for sample in samples})
-        assert all(1 <= iteration - sample["birth"] <= 20 for sample in samples)
+    for (_, iteration), (rows, _) in draws:
+        names = ("birth", "prompt_ids", "response_ids", "mu_logprobs") if rows else ()  # who it is
+        counts.update({tuple(map(str, row)) for row in zip(*(rows[name].tolist() for name in names), strict=True)})
+        assert all(1 <= iteration - birth <= 20 for birth in rows.get("birth", torch.zeros(0)).tolist())
     assert max(counts.values()) == max_reuse and efficiency == 1 + counts.total() / (4 * 60)
 
 
 def test_over_a_run_the_buffer_grows_beta_rises_and_the_kl_of_the_last_update_is_known(tmp_path, monkeypatch):
-    real, seen = ppo_v2.ReplayBuffer.draw, []
-    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", lambda self, i: (seen.append(self.last_kl), real(self, i))[1])
+    real, seen, betas = ppo_v2.ReplayBuffer.draw, [], []
+
+    def draw(self, iteration):
+        seen.append(self.last_kl)
+        betas.append(self.beta)
+        return real(self, iteration)
+
+    monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
     sizes = dict(replay_start_size=10, replay_grow_iteration=4, replay_buffer_size=20)
     run(ppo_v2, tmp_path / "run", **LONG, **sizes, priority_beta=0.99, priority_beta_increment=0.004)
     rows = metrics_without_times(tmp_path / "run")[1:]
     assert [row["buffer_size"] for row in rows] == [8, 10, 10, 18, 20]
-    assert [row.get("replay/beta") for row in rows] == [None, *map(pytest.approx, (0.99, 0.994, 0.998, 1.0))]
+    assert betas == pytest.approx([0.99, 0.99, 0.994, 0.998, 1.0])
     kl = [row["losses/approx_kl"] for row in rows]
     assert seen == [0.0, *kl[:4]] and min(kl) > 0
 
@@ -319,7 +330,7 @@ def test_the_critic_learns_from_fresh_rollouts_only_with_gains(kind, moves, tmp_
     for junk in (0.0, 3.0):
         run(ppo_v2, tmp_path / f"{junk}", **LONG, replay_advantages=kind)
     assert same(weights(tmp_path / "0.0"), weights(tmp_path / "3.0")) != moves
-    assert any((mb["advantages"][mb["replayed"]] < 0).any() for mb in seen) == moves
+    assert any((mb["advantages"][mb["replayed"].flatten()] < 0).any() for mb in seen) == moves
 
 
 def test_a_nan_reward_never_enters_the_buffer(tmp_path):
@@ -332,7 +343,7 @@ def test_a_nan_reward_never_enters_the_buffer(tmp_path):
 
 def test_a_buffer_that_never_fills_is_told(tmp_path, capsys):
     run(ppo_v2, tmp_path / "run", **LONG | dict(min_replay_size=40, num_iterations=3))
-    assert "warning: there will never be more than 16 rollouts" in capsys.readouterr().out
+    assert "warning: nothing will be replayed" in capsys.readouterr().out
 
 
 # --- logged rollouts ---
@@ -349,14 +360,18 @@ def test_a_run_begins_with_the_log_of_another(logged, tmp_path, monkeypatch):
     lines = [json.loads(line) for line in open(logged)]
     draws = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw")
     run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(logged))
-    (buffer, iteration), (samples, _) = draws[0]
-    assert len(lines) == 24 and iteration == 1 and len(samples) == 8
-    found = sorted((x["prompt_ids"].tolist(), x["response_ids"].tolist()) for x in buffer.samples if x["birth"] == 0)
-    assert found == sorted((line["prompt_ids"], line["response_ids"]) for line in lines)
-    for sample in samples:
-        line = next(x for x in lines if x["response_ids"] == sample["response_ids"].tolist()
-                    and x["prompt_ids"] == sample["prompt_ids"].tolist())  # fmt: skip
-        assert sample["mu_logprobs"].tolist() == line["logprobs"] and sample["score"] == line["score"]
+    (buffer, iteration), (drawn, _) = draws[0]
+    assert len(lines) == 24 and iteration == 1 and len(drawn["scores"]) == 8
+
+    def contents(rows):
+        masks = [rows[f"{name}_mask"].bool() for name in ("prompt", "response", "response")]
+        names = zip(("prompt_ids", "response_ids", "mu_logprobs"), masks, strict=True)
+        columns = [[tuple(x[keep].tolist()) for x, keep in zip(rows[name], mask, strict=True)] for name, mask in names]
+        return list(zip(*columns, rows["scores"].tolist(), strict=True))
+
+    logged = [(*(tuple(x[k]) for k in ("prompt_ids", "response_ids", "logprobs")), x["score"]) for x in lines]
+    old = {name: x[buffer.rows["birth"] == 0] for name, x in buffer.rows.items()}
+    assert sorted(contents(old)) == sorted(logged) and set(contents(drawn)) <= set(logged)
 
 
 def test_a_log_without_logprobs_is_told_and_not_corrected(logged, tmp_path, capsys, monkeypatch):
@@ -366,10 +381,10 @@ def test_a_log_without_logprobs_is_told_and_not_corrected(logged, tmp_path, caps
     draws, joined = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2, "join")
     options = dict(num_iterations=3, learning_rate=5e-3, replay_from=str(tmp_path / "log.jsonl"))
     run(ppo_v2, tmp_path / "run", **LONG | options)
-    assert "24 rollouts, 24 without log-probs" in capsys.readouterr().out
-    mixed = [parts[1] for (parts,), _ in joined if "logprobs" in parts[0]]
-    for (_, (samples, _)), rows in zip(draws, mixed, strict=True):  # also when the policy has moved
-        logged = tensor([sample["birth"] == 0 for sample in samples])
+    assert "24 rollouts; 24 without log-probs: not corrected" in capsys.readouterr().out
+    mixed = [parts[1] for (parts,), _ in joined if "logprobs" in parts[0]]  # fresh and drawn rows
+    for (_, (drawn, _)), rows in zip(draws, mixed, strict=True):  # also when the policy has moved
+        logged = drawn["birth"] == 0
         same_mu = (rows["mu_logprobs"] == rows["logprobs"]).all(1)
         assert logged.any() and same_mu[logged].all()
 
