@@ -722,11 +722,8 @@ def main(args: Args) -> dict[str, float]:
         metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
         run.log({"global_step": 0, **metrics})
         best_score = metrics["eval/score"]  # v1: best
-    while iteration < args.num_iterations:
-        # v1: best: at the top, so that a resumed run ends here, too
-        if 0 < args.early_stopping_patience <= stale_evals:
-            print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
-            break
+    patience = args.early_stopping_patience or math.inf  # v1: best
+    while iteration < args.num_iterations and stale_evals < patience:
         iteration += 1
         start_time = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
@@ -827,7 +824,7 @@ def main(args: Args) -> dict[str, float]:
         run.status(line, iteration)
         # v1: checkpoint
         stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
-        ended = iteration == args.num_iterations or 0 < args.early_stopping_patience <= stale_evals
+        ended = iteration == args.num_iterations or stale_evals >= patience
         if ended or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
             state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args), rows=run.rows)
@@ -839,6 +836,8 @@ def main(args: Args) -> dict[str, float]:
             print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
             return metrics
 
+    if stale_evals >= patience:  # v1: best
+        print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
     panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
     panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]

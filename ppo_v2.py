@@ -176,6 +176,9 @@ class Args:
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
         if self.correction == "auto":
             self.correction = "dppo" if self.rollout_lag else "decoupled"
+        parts = self.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
+        if self.correction == "m2po" and parts > 1:
+            raise ValueError("--correction m2po looks at a whole minibatch: no micro-batches, one process")
         if ratio := self.new_samples_ratio:
             self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
 
@@ -886,8 +889,6 @@ def main(args: Args) -> dict[str, float]:
     rank, world_size, device = init_distributed(device)
     if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
-    if args.correction == "m2po" and world_size * args.gradient_accumulation_steps > 1:
-        sys.exit("--correction m2po looks at a whole minibatch: one process, no micro-batches")
     lm, tokenizer, eos_ids = load_lm(args)
     check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
@@ -961,11 +962,8 @@ def main(args: Args) -> dict[str, float]:
         metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
         run.log({"global_step": 0, **metrics})
         best_score = metrics["eval/score"]  # v1: best
-    while iteration < args.num_iterations:
-        # v1: best: at the top, so that a resumed run ends here, too
-        if 0 < args.early_stopping_patience <= stale_evals:
-            print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
-            break
+    patience = args.early_stopping_patience or math.inf  # v1: best
+    while iteration < args.num_iterations and stale_evals < patience:
         iteration += 1
         start_time = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
@@ -1118,7 +1116,7 @@ def main(args: Args) -> dict[str, float]:
         run.status(line, iteration)
         # v1: checkpoint
         stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
-        ended = iteration == args.num_iterations or 0 < args.early_stopping_patience <= stale_evals
+        ended = iteration == args.num_iterations or stale_evals >= patience
         if ended or stopping or iteration % args.save_every == 0:
             model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
             state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args), rows=run.rows)
@@ -1133,6 +1131,8 @@ def main(args: Args) -> dict[str, float]:
             print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
             return metrics
 
+    if stale_evals >= patience:  # v1: best
+        print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
     panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
     panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]

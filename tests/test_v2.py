@@ -403,7 +403,7 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
 
 
 def test_m2po_needs_the_whole_minibatch(tmp_path):
-    with pytest.raises(SystemExit, match="m2po looks at a whole minibatch"):
+    with pytest.raises(ValueError, match="m2po looks at a whole minibatch"):
         run(ppo_v2, tmp_path / "run", rollout_lag=1, correction="m2po", gradient_accumulation_steps=2)
 
 
