@@ -371,8 +371,8 @@ def check_sampler(policy, name: str):
 
 # --- buffer ---
 # v2: buffer
-STORED = "prompt_ids prompt_mask response_ids response_mask scores ended values advantages".split()
-STORED += ["mu_logprobs", "ref_logprobs"]
+STORED = "prompt_ids prompt_mask response_ids response_mask scores ended advantages".split()
+STORED += ["mu_logprobs", "mu_values", "ref_logprobs"]
 
 
 class ReplayBuffer:
@@ -456,6 +456,7 @@ def staleness(name: str, rows: dict) -> dict[str, float]:
     weights = (cut * rows["weights"])[mask > 0]
     metrics = dict(is_mean=masked_mean(cut, mask), is_cap_frac=masked_mean(cut == 2, mask))
     metrics["kl_behaviour"] = masked_mean(k3_kl(torch.zeros_like(drift), drift), mask)  # mu, pi_prox
+    metrics["value_drift"] = masked_mean((rows["values"] - rows["mu_values"]).abs(), mask)
     metrics["ess"] = weights.sum() ** 2 / (len(weights) * (weights**2).sum())  # 1: all equal
     return {f"{name}/{key}": x.item() for key, x in metrics.items()}
 
@@ -950,7 +951,7 @@ def main(args: Args) -> dict[str, float]:
         logged = bring_up_to_date(logged, policy, num_rows)
         logged["ref_logprobs"], _, _ = score_rows(reference or policy, logged, num_rows)
         logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until drawn
-        buffer.add(logged, 0)
+        buffer.add(logged | dict(mu_values=logged["values"]), 0)
     if args.use_replay_buffer:
         print(forecast(args, buffer.size))  # v2: status
     stop = catch_signals()
@@ -980,7 +981,7 @@ def main(args: Args) -> dict[str, float]:
             past_weights = past_weights[-args.rollout_lag - 1 :]
             policy.load_state_dict(past_weights[0])
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms.to(device))
-        batch["mu_logprobs"] = batch["logprobs"]  # v2: lag
+        batch |= dict(mu_logprobs=batch["logprobs"], mu_values=batch["values"])  # v2: lag
         if args.rollout_lag:
             policy.load_state_dict(past_weights[-1])
             batch["logprobs"], _, batch["values"] = score_rows(policy, batch, num_rows)

@@ -41,7 +41,10 @@ PROOFS = {  # marker -> tests, file::function
     "v1: clip": ["test_math.py::test_dual_clip_and_clip_higher"],
     "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
     "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
-    "v2: buffer": ["test_v2.py::test_draws_follow_the_priorities_with_replacement"],
+    "v2: buffer": [
+        "test_v2.py::test_draws_follow_the_priorities_with_replacement",
+        "test_v2.py::test_every_minibatch_mixes_in_proportion",
+    ],
     "v2: lag": ["test_v2.py::test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago"],
     "v2: correction": [
         "test_v2.py::test_corrections_by_hand",
@@ -49,7 +52,6 @@ PROOFS = {  # marker -> tests, file::function
     ],
     "v2: log": ["test_v2.py::test_a_run_begins_with_the_log_of_another"],
     "v2: imitation": ["test_v2.py::test_the_critic_learns_from_fresh_rollouts_only_with_gains"],
-    "v2: mix": ["test_v2.py::test_every_minibatch_mixes_in_proportion"],
     "v2: status": ["test_v2.py::test_efficiency_comes_near_its_forecast"],
 }
 

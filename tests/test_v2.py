@@ -111,10 +111,11 @@ def test_staleness_by_hand():
     """Weights of the draw 4, 1, 1, 1 where nothing is stale; a token that is now three times as likely counts 2."""
     same, one = torch.full((4, 1), -1.0), torch.ones(4, 1)
     rows = dict(logprobs=same, mu_logprobs=same, response_mask=one, weights=tensor([[4.0], [1], [1], [1]]))
+    rows |= dict(values=one * tensor([[0.5], [1], [1], [1]]), mu_values=one)
     assert ppo_v2.staleness("x", rows)["x/ess"] == pytest.approx(0.6447368, abs=1e-6)
     rows |= dict(logprobs=same + tensor([[math.log(3)], [0], [0], [0]]), weights=one)
     found = ppo_v2.staleness("x", rows)
-    assert found == pytest.approx({"x/is_mean": 1.25, "x/is_cap_frac": 0.25, "x/ess": 25 / 28,
+    assert found == pytest.approx({"x/is_mean": 1.25, "x/is_cap_frac": 0.25, "x/ess": 25 / 28, "x/value_drift": 0.125,
                                    "x/kl_behaviour": (3 - 1 - math.log(3)) / 4}, abs=1e-6)  # fmt: skip
 
 
