@@ -37,7 +37,6 @@ import signal
 import sys
 import tempfile
 import time
-import zipfile
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -263,29 +262,24 @@ class DemoUnpickler(pickle.Unpickler):
 
     ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
         numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
+    TYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # as older files call it
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return self.dtype if name == "dtype" else super().find_class(module, name)
-
-    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-        if not re.fullmatch("[biuf][1248]", code):
-            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-        return np.dtype(code)
+        if name == "dtype":  # numpy's own constants: no file can give them false flags
+            return lambda code, *_: self.TYPES[code]
+        return super().find_class(module, name)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
     """Columns of a list of transitions; a nested one is named like observations/image."""
     columns, size = {}, 0
-    for opcode, argument, _ in pickletools.genops(data):  # read, nothing is built yet
+    for opcode, argument, _ in pickletools.genops(data):  # nothing is built yet
         if argument == ">" or ("PUT" in opcode.name and (argument or 0) > len(data)):
             raise ValueError("it is big-endian, or its memo is larger than the file")
-    rows = DemoUnpickler(io.BytesIO(data)).load()
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        raise ValueError("a list of transitions, each a dict, is expected")
-    for row in rows:
+    for row in DemoUnpickler(io.BytesIO(data)).load():
         for name, value in row.items():
             for key, item in value.items() if isinstance(value, dict) else [("", value)]:
                 columns.setdefault(f"{name}/{key}".rstrip("/"), []).append(item)
@@ -296,35 +290,31 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
-    """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
-    if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
-        for row, value in enumerate(column):
-            if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
-                found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
-                raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack(column)
-    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
-    if column.shape != (len(columns["rewards"]), *shape) or not fits:
-        raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    with np.errstate(over="ignore"):
-        column = column.astype(dtype)
-    wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
-    if name == "masks":
-        wrong |= (column < 0) | (column > 1)
-    if wrong.any():
-        raise ValueError(f"{name} of row {wrong.argmax()} is not finite in float32, or no mask")
-    return column
+    """A stranger's column: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
+    column, rule = columns[name], "safe" if dtype == np.uint8 else "same_kind"
+    checked = np.zeros((len(columns["rewards"]), *shape), dtype)
+    if len(column) != len(checked):
+        raise ValueError(f"there are {len(column)} {name} to {len(checked)} rewards")
+    for row, value in enumerate(column):  # a list is not an array, however small
+        numbers = isinstance(value, np.ndarray | np.generic | int | float)
+        kind = np.asarray(value).dtype if numbers else type(value).__name__
+        if not numbers or np.shape(value) != shape or not np.can_cast(kind, dtype, rule):
+            found, wanted = f"{kind} {getattr(value, 'shape', '')}", f"{np.dtype(dtype)} {shape}"
+            raise ValueError(f"{name} of row {row} is {found}, expected is {wanted}")
+        checked[row] = value
+        if not np.isfinite(checked[row]).all() or (name == "masks" and not 0 <= value <= 1):
+            raise ValueError(f"{name} of row {row} is not finite in float32, or no mask")
+    return checked
 
 
 def load_columns(path: str) -> dict:
-    """Of a .pkl or .npz of transitions: name -> list or array; nothing in it is checked yet."""
+    """Of a .pkl or .npz: name -> list or array, not checked yet."""
     try:
-        if zipfile.is_zipfile(path):  # an .npz, whatever its name
+        if path.endswith(".npz"):
             return dict(np.load(path, allow_pickle=False))
         return load_pickle(Path(path).read_bytes())
     except Exception as error:  # a damaged file raises almost any type
-        sys.exit(f"data file {path} is refused: {type(error).__name__}: {error}")
+        sys.exit(f"data file {path} holds no transitions: {type(error).__name__}: {error}")
 
 
 def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarray]:
@@ -562,7 +552,7 @@ def sample_mixed(args, buffers, split, beta: float, rng, device):
 
 # --- math ---
 def tanh_normal(mean, std, noise):
-    """tanh(u), u = mean + std * noise; its log density, eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
+    """tanh(mean + std * noise), its log density: eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
     u = mean + std * noise
     logprobs = -0.5 * noise**2 - std.log() - 0.5 * math.log(2 * math.pi)
     logprobs = logprobs - 2 * (math.log(2) - u - F.softplus(-2 * u))  # finite for every u
@@ -576,15 +566,15 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
 
 
 def flatten(parameters: list) -> torch.Tensor:
-    """One vector that the parameters are views of from now on: Adam is one operation, not one a layer."""
+    """One vector that the parameters are views of from now on, so that Adam is one operation."""
     vector = nn.utils.parameters_to_vector(parameters).detach()  # a copy
     nn.utils.vector_to_parameters(vector, parameters)
     return vector
 
 
 def apply_gradients(loss, *groups) -> bool:
-    """A step of each (parameters, optimizer of their vector); of none, and False, if one is not finite."""
-    # autograd.grad, not backward: no other weight collects a gradient, as the critic's in the actor's loss
+    """One step of each (parameters, optimizer); of none, and False, if a gradient is not finite."""
+    # autograd.grad, not backward: the actor's loss leaves no gradient in the critic
     inputs = [param for params, _ in groups for param in params]
     grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
     vector = torch.cat([grad.reshape(-1) for grad in grads])
@@ -597,11 +587,8 @@ def apply_gradients(loss, *groups) -> bool:
 
 
 class SAC(nn.Module):
-    """Soft actor-critic (arXiv:1812.05905) on the features of an encoder, the same in both scripts.
-
-    A subclass adds heads of the critic, `more_critic_losses` and `more_actor_losses`; the rows of a
-    batch come with weights.
-    """
+    """Soft actor-critic (arXiv:1812.05905) on an encoder's features, the same in both scripts.
+    A subclass adds heads, `more_critic_losses` and `more_actor_losses`; rows come with weights."""
 
     def __init__(self, encoder, action_dim: int, target_entropy: float, device, args, **heads):
         super().__init__()
@@ -613,7 +600,7 @@ class SAC(nn.Module):
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.args, self.target_entropy, self.device = args, target_entropy, torch.device(device)
         self.updates = self.skipped_steps = self.skipped_in_a_row = 0
-        self.to(device).eval()  # dropout, where there is some, is for the actor's update alone
+        self.to(device).eval()
         groups = [*self.critic.parameters()], [*self.actor.parameters(), self.raw_alpha]
         vectors = [flatten(params) for params in groups]
         self.flat_critic, self.flat_target = vectors[0], flatten([*self.critic_target.parameters()])
@@ -632,20 +619,19 @@ class SAC(nn.Module):
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def bellman(self, batch):
-        """-> features (N,F), the same of next_obs, by fast and slow encoder, q_values (E,N), target (N,)"""
+        """-> features (N,F), next ones by fast and slow encoder, q_values (E,N), target (N,)"""
         features = self.critic.encoder(batch["obs"])
         with torch.no_grad():
             following = self.critic.encoder(batch["next_obs"])
             slow = self.critic_target.encoder(batch["next_obs"])
             mean, std = self.policy(following)
             next_actions, next_logprobs = tanh_normal(mean, std, self.noise(mean))
-            next_q_values = self.critic_target.qf(slow, next_actions)  # (E,N)
-            if self.args.num_sampled_critics < self.args.num_critics:  # as in REDQ (arXiv:2101.05982)
+            next_q = self.critic_target.qf(slow, next_actions)  # (E,N)
+            if self.args.num_sampled_critics < self.args.num_critics:  # REDQ (arXiv:2101.05982)
                 chosen = torch.randperm(self.args.num_critics)[: self.args.num_sampled_critics]
-                next_q_values = next_q_values[chosen.to(mean.device)]
+                next_q = next_q[chosen.to(mean.device)]
             bonus = -self.alpha() * next_logprobs if self.args.backup_entropy else 0.0
-            rewards = (batch["rewards"], batch["masks"])
-            target = td_target(*rewards, next_q_values, self.args.gamma, bonus)
+            target = td_target(batch["rewards"], batch["masks"], next_q, self.args.gamma, bonus)
         return features, following, slow, self.critic.qf(features, batch["actions"]), target
 
     def actor_losses(self, batch, features):
@@ -660,7 +646,7 @@ class SAC(nn.Module):
 
     def update(self, batch: dict, full: bool = True) -> dict[str, torch.Tensor]:
         """One update; `full` includes actor and temperature. A non-finite gradient goes nowhere."""
-        # no generator has a history; torch.manual_seed does the same for every device and takes longer
+        # no generator has a history; torch.manual_seed takes longer: it seeds every device
         torch.default_generator.manual_seed(self.args.seed * 1_000_003 + self.updates)
         features, *following, q_values, target = self.bellman(batch)
         td_errors = q_values - target  # (E,N)
@@ -668,14 +654,13 @@ class SAC(nn.Module):
         losses |= self.more_critic_losses(batch, features, *following, q_values)
         applied = apply_gradients(sum(losses.values()), self.critic_group)
         if full and applied:
-            self.actor.train()
             actor_losses = self.actor_losses(batch, features.detach())
-            self.actor.eval()
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
             self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
-        return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
+        losses |= dict(q_values=q_values.mean(), td_errors=td_errors.mean(0))
+        return self.count(applied, losses)
 
     def count(self, applied: bool, stats: dict) -> dict:
         self.updates, self.skipped_steps = self.updates + 1, self.skipped_steps + (not applied)
@@ -692,7 +677,7 @@ class SAC(nn.Module):
         self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(saved))  # it would keep those very tensors
-            optimizer.param_groups[0]["lr"] = self.args.lr  # moments come from the file, the rate does not
+            optimizer.param_groups[0]["lr"] = self.args.lr  # the rate is not that of the file
 
 
 def offline_ratio_at(step: int, initial: float, decay: float, floor: float) -> float:
@@ -787,11 +772,14 @@ class WarmupAgent(SAC):
         return {"cql_loss": self.cql_alpha * gap}
 
     def actor_losses(self, batch, features):
-        if not self.cloning:
-            return super().actor_losses(batch, features)
-        # warm-up: cloning
-        error = (self.policy(features)[0].tanh() - batch["actions"]).square().sum(-1)
-        return {"actor_loss": (batch["actor_weights"] * error).mean()}
+        self.actor.train()  # dropout, where there is some, is for this alone
+        if self.cloning:  # warm-up: cloning
+            error = (self.policy(features)[0].tanh() - batch["actions"]).square().sum(-1)
+            losses = {"actor_loss": (batch["actor_weights"] * error).mean()}
+        else:
+            losses = super().actor_losses(batch, features)
+        self.actor.eval()
+        return losses
 
     def more_actor_losses(self, batch, mean):
         if not self.bc_weight:
@@ -973,9 +961,9 @@ def catch_signals() -> list[int]:
 
 
 def means(window: list[dict]) -> dict[str, float]:
-    """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
+    """Of each metric, over the updates that had it; nothing waited for the device until here."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    columns = {k: [torch.as_tensor(row[k]).cpu() for row in window if k in row] for k in names}
     return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
