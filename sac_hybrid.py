@@ -134,7 +134,7 @@ class Args:
     init_alpha: float | None = None  # temperature at the start (5e-4 or 0.01)
     backup_entropy: bool = False  # entropy bonus in the critic's target
     grasp_penalty: float = -0.02  # added to the gripper's reward where it really opens or closes
-    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demo rows (0.05 or 0; expert 0.5)
+    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demos (0.05 or 0; expert 0.5)
 
     # replay
     demo_ratio: float = 0.5  # share of demo rows in a batch, once both buffers hold something
@@ -196,7 +196,7 @@ class BarWorld(gym.Env):
     """Learned grippers: hold every bar, lift all above 0.5. Fixed ones: have every tool in its slot
     at the same time. Reward 1 and the end on success, else 0. A human may take over.
     Pose of an arm: x, y, z, roll, pitch, yaw in [-1,1], z in [0,1]; a step moves each by up to 0.3.
-    Where bar or slot lie is in the picture only: red at one end, blue at the other, the arm green."""
+    Where bar or slot lie is in the picture only: one end red, the other blue, the arm green."""
 
     STEP, TIME_LIMIT, SIZE = 0.3, 20, 32
     LOW = np.array([-1, -1, 0, -1, -1, -1.0])  # of a pose; the highest is 1
@@ -271,7 +271,7 @@ class BarWorld(gym.Env):
         return np.column_stack([move, grip] if self.learned else [move])
 
     def human(self):
-        """The expert, or half as fast, trembling, a tenth of gripper commands at random.  -> (A,)"""
+        """The expert; or half as fast, trembling, every tenth grip at random.  -> (A,)"""
         action, n, rng = self.expert(), self.num_arms, self.np_random
         if self.clumsy:
             tremble = rng.normal(0, 0.35 if n == 1 else 0.25, (n, 6))  # else he gets not both there
@@ -284,11 +284,12 @@ class BarWorld(gym.Env):
 def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
     """The manual's transitions: the human's successful episodes, or failures at random."""
     env, demos, episode = BarWorld(args.setup_mode, args.human), [], 0
+    shape = env.action_space.shape
     while len(demos) < num_demos:
         seed = np.random.SeedSequence([args.seed, 2, episode]).generate_state(1)[0]
         (obs, _), done, rows, episode = env.reset(seed=int(seed)), False, [], episode + 1
         while not done:
-            action = env.human() if success else env.np_random.uniform(-1, 1, env.action_space.shape)
+            action = env.human() if success else env.np_random.uniform(-1, 1, shape)
             next_obs, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
             row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
@@ -334,7 +335,7 @@ def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) 
     """A stranger's column: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
     column, rule = columns[name], "safe" if dtype == np.uint8 else "same_kind"
     checked = np.zeros((len(columns["rewards"]), *shape), dtype)
-    if len(column) != len(checked):
+    if not len(column) == len(checked) > 0:
         raise ValueError(f"there are {len(column)} {name} to {len(checked)} rewards")
     for row, value in enumerate(column):  # a list is not an array, however small
         numbers = isinstance(value, np.ndarray | np.generic | int | float)
@@ -850,7 +851,7 @@ class Robot:
             action = ((human - self.center) / self.scale).clip(-1, 1)
         self.obs, self.total = self.observe(raw, reward), self.total + reward
         self.held, toggles = hold_grippers(action[grippers], self.held)
-        mask = 1.0 - (terminated or (truncated and self.args.timeout_terminal))  # a limit bootstraps
+        mask = 1.0 - (terminated or (truncated and self.args.timeout_terminal))
         success = info.get("is_success", info.get("success", terminated and reward > 0))
         takeover, self.was_human = is_human and not self.was_human, is_human
         scalars = (reward, mask, self.args.grasp_penalty * toggles, is_human, takeover)
@@ -1147,14 +1148,14 @@ def main(args: Args) -> dict[str, float]:
                 stats["buffer/online_rows"] = args.batch_size - demo_rows
                 window.append(stats)
             link.publish(agent)
-            window.append({"charts/intervention_rate": float(record["interventions"])})
-            window[-1] |= {"time/rollout": received - started, "time/update": time.time() - received}
+            seconds = {"time/rollout": received - started, "time/update": time.time() - received}
+            window.append(seconds | {"charts/intervention_rate": float(record["interventions"])})
 
             # 3 log
             if step % args.log_interval == 0 or last:
                 row = {k if "/" in k else f"losses/{k}": mean for k, mean in means(window).items()}
-                row |= {"charts/intervention_steps": totals[0], "charts/intervention_count": totals[1]}
-                row |= {"charts/episodes": totals[2], "charts/updates": agent.updates}
+                names = ("charts/intervention_steps", "charts/intervention_count", "charts/episodes")
+                row |= dict(zip(names, totals, strict=True)) | {"charts/updates": agent.updates}
                 row |= {"buffer/online_size": len(online_rb), "buffer/demo_size": len(demo_rb)}
                 row["charts/SPS"] = step / (time.time() - run.start)
                 row["losses/skipped_steps"] = agent.skipped_steps
@@ -1172,8 +1173,8 @@ def main(args: Args) -> dict[str, float]:
             if row:
                 run.log({"global_step": step} | row)
                 metrics |= run.rows[-1]
-            shown = [f"{k.split('/')[1]} {metrics[k]:.3g}" for k in WATCHED if metrics.get(k) is not None]
-            run.status(" ".join(shown), step)
+            known = [key for key in WATCHED if metrics.get(key) is not None]
+            run.status(" ".join(f"{key.split('/')[1]} {metrics[key]:.3g}" for key in known), step)
 
             # 5 save, before the actor may go on: the checkpoint is of one moment
             if step % args.save_every == 0:

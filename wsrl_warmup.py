@@ -52,8 +52,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from tyro.conf import UseAppendAction, arg
 
-# What a preset makes of an option that is left out. The design's document keeps the best 20 % of the
-# data, which can cost the warm policy: here it is half.
+# What a preset makes of an option that is left out. The design's document keeps the best 20 % of
+# the data, which can cost the warm policy: here it is half.
 OPTIONS = """offline_objective offline_steps warmup_rollout_steps learning_starts retention_ratio
     initial_offline_ratio offline_decay_rate min_offline_ratio num_critics utd_ratio
     use_prioritized_replay weighted_loss""".split()
@@ -65,6 +65,8 @@ PRESETS = {
     # cloning, then half of each batch from the data: the baseline to beat (arXiv:2603.27400)
     "bc": ("bc", 1_500, 0, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
 }
+WATCHED = """losses/critic_loss losses/actor_loss losses/alpha_loss losses/alpha
+    buffer/offline_frac eval/episodic_return""".split()
 
 
 # --- args ---
@@ -89,7 +91,7 @@ class Args:
     track: bool = False  # also log to wandb; its variables hold (WANDB_MODE=offline, WANDB_ENTITY)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
     preset: Literal["design", "wsrl", "rlpd", "scratch", "bc"] = "design"  # fills what is left out
-    stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
+    stage: Literal["offline", "online", "both"] | None = None  # None: online after checkpoint_path
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
     filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # rows it kept
@@ -111,8 +113,8 @@ class Args:
     dropout: float = 0.0  # share of hidden units of the actor dropped in its update
 
     # rollout
-    offline_steps: Steps = None  # updates before the first environment step (preset; a robot: 50000)
-    warmup_rollout_steps: int | None = None  # steps by the frozen policy, the paper's warm-up (preset)
+    offline_steps: Steps = None  # updates before the first env step (preset; a robot: 50000)
+    warmup_rollout_steps: int | None = None  # by the frozen policy, the paper's warm-up (preset)
     online_steps: int = 2_000  # environment steps after those
     learning_starts: int | None = None  # of them at random, without an update (preset)
 
@@ -151,7 +153,8 @@ class Args:
         if self.exp_name and not self.run_dir:
             self.run_dir = f"runs/{self.exp_name}__{self.seed}__{int(time.time())}"
         new = not (self.resume and self.run_dir and Path(self.run_dir, "latest.pth").exists())
-        warm, kept = (Path(x or "").is_file() for x in (self.checkpoint_path, self.filtered_data_path))
+        paths = (self.checkpoint_path, self.filtered_data_path)
+        warm, kept = (Path(path or "").is_file() for path in paths)
         if self.learner or (self.stage is None and warm and new):
             self.stage = "online"
         self.stage = self.stage or "both"
@@ -167,18 +170,18 @@ class Args:
             most = 1 if name in shares.split() else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least} to {most}")
-        floor, online = self.min_offline_ratio, self.stage == "online"
+        online, floor = self.stage == "online", self.min_offline_ratio
         reads = not online and (self.offline_steps or self.retention_ratio)
         ready = dict(offline=self.checkpoint_path, online=warm or not new, both=True)[self.stage]
-        for fine, message in (
-            (self.retention_ratio or not floor, "--min-offline-ratio above 0, and nothing is retained"),
-            (floor <= self.initial_offline_ratio, "--min-offline-ratio is above the initial one"),
-            (reads or not self.offline_data, f"--offline-data is not read: {self.preset}, {self.stage}"),
-            (ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
-            (online or not new or not (warm or kept), "nothing is overwritten: the warm-up is there"),
-            (self.run_dir or not self.resume, "--resume needs --run-dir"),
+        for wrong, message in (
+            (floor > self.initial_offline_ratio, "--min-offline-ratio is above the initial one"),
+            (floor and not self.retention_ratio, "--min-offline-ratio, but nothing is retained"),
+            (self.offline_data and not reads, "--offline-data would not be read"),
+            (not ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
+            (new and not online and (warm or kept), "nothing is overwritten: the warm-up is there"),
+            (self.resume and not self.run_dir, "--resume needs --run-dir"),
         ):
-            if not fine:
+            if wrong:
                 raise ValueError(message)
 
 
@@ -190,8 +193,9 @@ COLUMNS = ("obs", "actions", "rewards", "next_obs", "terminations", "truncations
 
 
 def make_env(env_id: str):
-    """Flat float32 observations, actions in [-1,1]; scale and center lead back to its own actions."""
-    env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(gym.make(env_id)), np.float32)
+    """Flat float32 observations, actions in [-1,1]; scale and center lead back to its own."""
+    env = gym.wrappers.FlattenObservation(gym.make(env_id))
+    env = gym.wrappers.DtypeObservation(env, np.float32)
     low, high = env.action_space.low, env.action_space.high
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env.scale, env.center = (high - low) / 2, (high + low) / 2
@@ -236,13 +240,12 @@ def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]
 
 def make_sources(args: Args, names, folder: Path) -> list[str]:
     """An .npz of each name, by a script or a SAC run of its own; what is there is kept."""
-    scripts = {"Pendulum-v1": swing_up}
-    scripts["MountainCarContinuous-v0"] = lambda obs: np.where(obs[1:] >= 0, 1.0, -1.0)  # as it rolls
-    script = scripts.get(args.env_id)
+    scripts = {"MountainCarContinuous-v0": lambda obs: np.where(obs[1:] >= 0, 1.0, -1.0)}
+    script = (scripts | {"Pendulum-v1": swing_up}).get(args.env_id)
     experts = dict(demos=script, suboptimal=script, random=None)
     missing = [name for name in names if not (folder / f"{name}.npz").exists()]
     if script is None and {*missing} - {"random"}:
-        print(f"no script for {args.env_id}: {args.online_steps} steps of SAC play demos, half the rest")
+        print(f"no script for {args.env_id}: {args.online_steps} steps of SAC instead")
         with tempfile.TemporaryDirectory() as run:
             own = dict.fromkeys([*OPTIONS, "checkpoint_path", "filtered_data_path", "stage"])
             own |= dict(preset="scratch", make_data=False, eval_every=0, run_dir=run, resume=True)
@@ -293,7 +296,7 @@ def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) 
     """A stranger's column: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
     column, rule = columns[name], "safe" if dtype == np.uint8 else "same_kind"
     checked = np.zeros((len(columns["rewards"]), *shape), dtype)
-    if len(column) != len(checked):
+    if not len(column) == len(checked) > 0:
         raise ValueError(f"there are {len(column)} {name} to {len(checked)} rewards")
     for row, value in enumerate(column):  # a list is not an array, however small
         numbers = isinstance(value, np.ndarray | np.generic | int | float)
@@ -322,16 +325,16 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
     if path.startswith("minari:"):
         import minari
 
-        episodes = list(minari.load_dataset(path[7:]).iterate_episodes())
-        if not isinstance(episodes[0].observations, np.ndarray):
-            sys.exit(f"data set {path} has observations of several parts: one flat vector is expected")
-        parts = [vars(e) | dict(obs=e.observations[:-1], next_obs=e.observations[1:]) for e in episodes]
-        raw = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+        episodes = [vars(each) for each in minari.load_dataset(path[7:]).iterate_episodes()]
+        for each in episodes:
+            each["obs"], each["next_obs"] = each["observations"][:-1], each["observations"][1:]
+        raw = {name: np.concatenate([each[name] for each in episodes]) for name in COLUMNS}
     else:
         raw = load_columns(path)
     try:
         if "dones" in raw:  # sac_hybrid.py's: a mask of 0 ends the value, too
-            raw = {k.removesuffix("/state").replace("observations", "obs"): x for k, x in raw.items()}
+            for name in [*raw]:
+                raw[name.removesuffix("/state").replace("observations", "obs")] = raw[name]
             dones = check_column(raw, "dones") != 0
             masks = check_column(dict(masks=1 - dones) | raw, "masks")
             raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
@@ -361,7 +364,8 @@ def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: 
     """Mean of success, return within its range, and the clock, each in [0,1]."""
     (low, high), rewards, success = return_range, trajectory["rewards"], succeeded(trajectory)
     part = np.clip((sum(rewards) - low) / (high - low), 0, 1) if high > low else 0.5
-    late, failed = min(1.0, len(rewards) / max_length), trajectory["terminations"][-1] and not success
+    failed = trajectory["terminations"][-1] and not success
+    late = min(1.0, len(rewards) / max_length)
     # a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5
     clock = 1 - late / 2 if success else late / 2 if failed else 0.5
     return float((success + part + clock) / 3)
@@ -370,18 +374,18 @@ def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: 
 def row_dtype(env) -> np.dtype:
     """Of a replay buffer: actions in [-1,1], rewards scaled, what is known of a row's episode"""
     obs, action = env.observation_space.shape, env.action_space.shape
-    arrays, scalars = dict(obs=obs, next_obs=obs, actions=action), "rewards masks weights quality returns"
-    return np.dtype([(name, "f4", arrays.get(name, ())) for name in [*arrays, *scalars.split()]])
+    scalars = ["rewards", "masks", "weights", "quality", "returns"]
+    arrays = [("obs", "f4", obs), ("next_obs", "f4", obs), ("actions", "f4", action)]
+    return np.dtype(arrays + [(name, "f4") for name in scalars])
 
 
 def load_offline_data(args: Args, specs, env):
     """All sources as rows of a buffer, each row's number of its episode, mean return by source"""
     dtype, episodes, parts, returns = row_dtype(env), [], [], {}
     for spec in specs:
-        name, _, path = spec.partition("=") if "=" in spec.partition("/")[0] else ("demos", "", spec)
-        weight = dict(demos=args.demo_weight, random=0.5).get(name, 1.0)
-        if match := re.fullmatch(r"(.+):([0-9.]+)", path):
-            path, weight = match[1], float(match[2])
+        name, path, weight = re.fullmatch(r"(?:([^=/]*)=)?(.+?)(?::([0-9.]+))?", spec).groups()
+        name = name or "demos"
+        weight = float(weight or dict(demos=args.demo_weight, random=0.5).get(name, 1.0))
         columns = read_source(path, dtype["obs"].shape[0], len(env.scale))
         for rows in episode_slices(columns):
             episodes.append((weight, {key: columns[key][rows] for key in COLUMNS}))
@@ -396,12 +400,14 @@ def load_offline_data(args: Args, specs, env):
         rows["rewards"] = t["rewards"] * args.reward_scale
         rows["returns"], rows["quality"] = return_to_go(rows["rewards"], args.gamma), quality
         # warm-up: weights; an average quality of 0.5 is neutral
-        rows["weights"] = weight * (0.5 + quality) * (args.success_weight_bonus if succeeded(t) else 1)
+        bonus = args.success_weight_bonus if succeeded(t) else 1
+        rows["weights"] = weight * (0.5 + quality) * bonus
         parts.append(rows)
     for name, own in returns.items():
-        print(f"{name}: {len(own)} episodes, return {np.mean(own):.1f}", flush=True)
+        returns[name] = float(np.mean(own))
+        print(f"{name}: {len(own)} episodes, return {returns[name]:.1f}", flush=True)
     number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return np.concatenate(parts), number, {name: float(np.mean(own)) for name, own in returns.items()}
+    return np.concatenate(parts), number, returns
 
 
 # --- networks ---
@@ -474,12 +480,12 @@ class PrioritizedReplayBuffer:  # warm-up: replay
     def sample(self, batch_size: int, beta: float, rng: np.random.Generator):
         """-> row numbers, importance weights before they are divided by their maximum"""
         if not self.alpha:
-            return rng.integers(self.size, size=batch_size), np.ones(batch_size)
-        cumsum = self.priorities[: self.size].cumsum()  # 4 ms at 10^6 rows: no tree is needed
+            return rng.integers(len(self), size=batch_size), np.ones(batch_size)
+        cumsum = self.priorities[: len(self)].cumsum()  # 4 ms at 10^6 rows: no tree is needed
         inds = cumsum.searchsorted(rng.random(batch_size) * cumsum[-1], side="right")
-        inds = inds.clip(max=self.size - 1)  # rounding must not lead beyond the last row
+        inds = inds.clip(max=len(self) - 1)  # rounding must not lead beyond the last row
         probabilities = self.priorities[inds] / cumsum[-1]
-        return inds, (self.size * probabilities) ** -beta  # arXiv:1511.05952, section 3.4
+        return inds, (len(self) * probabilities) ** -beta  # arXiv:1511.05952, section 3.4
 
     def update_priorities(self, inds, td_errors):
         self.priorities[inds] = (np.abs(td_errors).astype(np.float64) + 1e-6) ** self.alpha
@@ -493,22 +499,22 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return kept
 
     def state_dict(self) -> dict:
-        rows = torch.from_numpy(self.rows[: self.size].view(np.uint8).copy())
-        priorities = torch.from_numpy(self.priorities[: self.size].copy())
+        rows = torch.tensor(self.rows[: self.size].view(np.uint8))  # copies
+        priorities = torch.tensor(self.priorities[: self.size])
         return dict(rows=rows, priorities=priorities, at=self.at, max_priority=self.max_priority)
 
     def load_state_dict(self, state: dict):
         rows = state["rows"].numpy().view(self.rows.dtype)
         self.__init__(max(len(rows), len(self.rows)), rows.dtype, self.alpha, rows)
         self.priorities[: self.size] = state["priorities"].numpy()
-        self.at, self.max_priority = int(state["at"]), float(state["max_priority"])
+        self.at, self.max_priority = state["at"], state["max_priority"]
 
 
 def compute_priorities(buffer: PrioritizedReplayBuffer, by: str, agent=None):
     """What filter_offline_data ranks rows by.  -> (N,)"""
     if by != "td_error":
-        return buffer.rows[{"reward": "rewards", "quality": "quality"}[by]][: buffer.size]
-    pieces = np.array_split(buffer.rows[: buffer.size], math.ceil(buffer.size / 4096))
+        return buffer.rows[{"reward": "rewards", "quality": "quality"}[by]][: len(buffer)]
+    pieces = np.array_split(buffer.rows[: len(buffer)], math.ceil(len(buffer) / 4096))
     errors = [agent.errors(tensors(rows, agent.device))[0] for rows in pieces]  # (E,N) each
     return torch.cat(errors, 1).mean(0).abs().cpu().numpy()
 
@@ -517,7 +523,7 @@ def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality
     """The best rows, in arrays of their own: the rest is released with the old ones."""
     if retention_ratio == 1 or not len(buffer):
         return buffer
-    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1 at least, unless 0
+    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1, unless 0
     priorities = compute_priorities(buffer, by, agent) if top_k else buffer.priorities
     return buffer.select_top_k(priorities, top_k)
 
@@ -536,7 +542,7 @@ def tensors(rows: np.ndarray, device) -> dict[str, torch.Tensor]:
 
 
 def sample_mixed(args, buffers, split, beta: float, rng, device):
-    """Rows of both, shuffled, with their weights.  -> batch; buffer, row numbers, places of each part"""
+    """Rows of both, shuffled, with weights.  -> batch; buffer, row numbers, places of each part"""
     draws = [(rb, *rb.sample(n, beta, rng)) for rb, n in zip(buffers, split, strict=True) if n]
     order = rng.permutation(sum(split))
     batch = tensors(np.concatenate([rb.rows[inds] for rb, inds, _ in draws])[order], device)
@@ -697,7 +703,7 @@ def batch_weights(*factors):
 
 
 def statistics(space, obs):
-    """Mean and spread of the data's observations; without data, of the space's bounds.  -> (D,), (D,)"""
+    """Mean and spread of the data's observations, or of the space's bounds.  -> (D,), (D,)"""
     low, high = np.float64(space.low), np.float64(space.high)
     bounded = high - low < 1e6
     half = np.where(bounded, high - low, 2.0) / 2
@@ -734,9 +740,8 @@ class WarmupAgent(SAC):
     def __init__(self, args, action_scale, mean, std, device="cpu"):
         """Half range of the environment's actions (A,); mean and std of its observations (D,)"""
         torch.manual_seed(args.seed)
-        dim = len(action_scale)
+        self.action_scale, dim = np.asarray(action_scale), len(action_scale)
         super().__init__(Normalizer(mean, std), dim, -0.5 * dim, device, args)
-        self.action_scale = np.asarray(action_scale)
         self.enter(0)
 
     def enter(self, env_steps: int):
@@ -752,23 +757,22 @@ class WarmupAgent(SAC):
         if not self.cql_alpha:
             return {}
         # warm-up: conservative; densities are those of actions in the environment's units
-        size, k, unit = len(features), self.K, float(np.log(self.action_scale).sum())
+        size, k, scale = len(features), self.K, self.action_scale
         with torch.no_grad():
-            actions = [torch.rand(size, k, len(self.action_scale)).to(self.device) * 2 - 1]
-            logs = [torch.full((size, k), -float(np.log(2 * self.action_scale).sum())).to(self.device)]
+            actions = [torch.rand(size, k, len(scale)).to(self.device) * 2 - 1]
+            logs = [torch.full((size, k), -float(np.log(2 * scale).sum())).to(self.device)]
             for at in (features, next_features):  # both judged at s
                 mean, std = (x[:, None].expand(-1, k, -1) for x in self.policy(at))
                 sampled, logprobs = tanh_normal(mean, std, self.noise(mean))
                 actions.append(sampled)
-                logs.append(logprobs - unit)
+                logs.append(logprobs - float(np.log(scale).sum()))
         actions, logs = torch.cat(actions, 1), torch.cat(logs, 1)  # (N,M,A), (N,M)
         repeated = features[:, None].expand(-1, 3 * k, -1).flatten(0, 1)
         all_q = self.critic.qf(repeated, actions.flatten(0, 1)).unflatten(1, (size, -1))  # (E,N,M)
         if self.args.offline_objective == "calql":
             all_q = calibrate(all_q, batch["returns"], k)
-        # an online row has been tried, there is nothing to hold back
-        known = batch["returns"] > -math.inf
-        gap = (conservative_gap(all_q, logs, q_values) * known).mean()
+        offline = batch["returns"] > -math.inf  # an online row has been tried
+        gap = (conservative_gap(all_q, logs, q_values) * offline).mean()
         return {"cql_loss": self.cql_alpha * gap}
 
     def actor_losses(self, batch, features):
@@ -856,18 +860,17 @@ class Collector:
 
     def state_dict(self) -> dict:
         obs = None if self.obs is None else torch.from_numpy(self.obs)
-        actions = torch.from_numpy(np.array(self.actions, np.float32))
+        actions = torch.tensor(np.array(self.actions, np.float32))
         return dict(obs=obs, actions=actions, start=self.start, episodes=self.episodes)
 
     def load_state_dict(self, state: dict):
         """Plays the episode again; where that leads elsewhere (a real arm), a new one begins."""
-        if state["obs"] is not None:
-            self.begin(state["start"])
-            for action in state["actions"].numpy():
-                if self.obs is not None:
-                    self.step(action)
-            if self.obs is None or not np.array_equal(self.obs, state["obs"].numpy()):
-                self.obs, self.actions = None, []
+        self.begin(state["start"])
+        for action in state["actions"].numpy():
+            if self.obs is not None:
+                self.step(action)
+        if not np.array_equal(self.obs, state["obs"]):
+            self.obs, self.actions = None, []
         self.episodes = state["episodes"]
 
 
@@ -990,8 +993,7 @@ def main(args: Args) -> dict[str, float]:
     handed_over = args.stage == "online" and not going_on
     if going_on or handed_over:
         saved = load_checkpoint(path if going_on else args.checkpoint_path, "step")
-        changed = {k: v for k, v in vars(args).items() if saved["args"].get(k) != v}
-        print(f"going on after step {saved['step']}, with changed options: {changed}")
+        print(f"going on after step {saved['step']}")
         args.offline_steps = saved["args"]["offline_steps"]
     online_steps = args.warmup_rollout_steps + args.online_steps
     total = args.offline_steps + (online_steps if args.stage != "offline" else 0)
@@ -1005,7 +1007,7 @@ def main(args: Args) -> dict[str, float]:
     for target in filter(None, (args.checkpoint_path, args.filtered_data_path)):
         Path(target).parent.mkdir(parents=True, exist_ok=True)  # now, not after the warm-up
     run = Run(args, total, saved["rows"] if going_on else (), exist_ok=args.resume)
-    stop, step, window, line = catch_signals(), 0, [], ""
+    stop, step, window = catch_signals(), 0, []
     metrics = {name: value for row in run.rows for name, value in row.items()}  # the latest of each
     print(f"preset {args.preset}:", *(f"{name} {getattr(args, name)}" for name in OPTIONS))
 
@@ -1021,19 +1023,19 @@ def main(args: Args) -> dict[str, float]:
     agent = WarmupAgent(args, env.scale, mean, std, device)
     collector = Collector(args, env)
     del rows
-    early = dict(best_error=math.inf, stale=0, best=None)  # checks since the best error, its weights
+    early = dict(best_error=math.inf, stale=0, best=None)  # stale: checks since the best error
     parts = dict(agent=agent, collector=collector, online_rb=online_rb, offline_rb=offline_rb)
     parts["heldout_rb"], retention = heldout_rb, (args.retention_ratio, args.retention_by, agent)
 
     def save(target: Path):
         state = {name: part.state_dict() for name, part in parts.items()}
-        state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
+        state |= dict(rows=run.rows, step=step, progress=(early, returns, window))
         save_checkpoint(target, state | agent.checkpoint())
 
     if saved:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-        step, early, returns, window = (saved[name] for name in ("step", "early", "returns", "window"))
+        step, (early, returns, window) = saved["step"], saved["progress"]
         if handed_over and args.filtered_data_path:
             offline_rb.load_state_dict(load_checkpoint(args.filtered_data_path, "priorities"))
     elif not args.offline_steps:
@@ -1059,12 +1061,14 @@ def main(args: Args) -> dict[str, float]:
             num_updates = args.utd_ratio if env_steps > idle else 0
             decay = (args.initial_offline_ratio, args.offline_decay_rate, args.min_offline_ratio)
             ratio = offline_ratio_at(env_steps, *decay)
+        progress = step / (args.offline_steps + online_steps)
+        beta = priority_beta_schedule(progress, args.priority_beta)
+        sizes = (len(offline_rb) if ratio else 0, len(online_rb))
+        split = split_rows(args.batch_size, ratio, *sizes)
 
         # 2 update
         for i in range(num_updates):
             rng = np.random.default_rng([args.seed, 5, step, i])
-            beta = priority_beta_schedule(step / (args.offline_steps + online_steps), args.priority_beta)
-            split = split_rows(args.batch_size, ratio, len(offline_rb) if ratio else 0, len(online_rb))
             batch, draws = sample_mixed(args, (offline_rb, online_rb), split, beta, rng, device)
             if args.obs_noise and not env_steps:
                 for name in ("obs", "next_obs"):
@@ -1074,7 +1078,7 @@ def main(args: Args) -> dict[str, float]:
             errors = stats.pop("td_errors").cpu().numpy() if stats else None
             for rb, inds, place in draws if stats else ():
                 rb.update_priorities(inds, errors[place])
-            window.append(stats | {"buffer/offline_frac": torch.tensor(split[0] / args.batch_size)})
+            window.append(stats | {"buffer/offline_frac": split[0] / args.batch_size})
 
         # 3 go online
         if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
@@ -1100,14 +1104,15 @@ def main(args: Args) -> dict[str, float]:
             row |= evaluate_policy(agent, judge, args.eval_episodes)
         if switching:
             # which deserves trust online, the data or the policy made of them (arXiv:2510.01460)?
-            data, own = " ".join(f"{k} {x:.1f}" for k, x in returns.items()), row["eval/episodic_return"]
+            data = " ".join(f"{name} {value:.1f}" for name, value in returns.items())
+            own = row["eval/episodic_return"]
             trusted = "policy" if own >= max(returns.values()) else "data"
             tqdm.write(f"switch: return of {data}, of the policy {own:.1f}: trust the {trusted}")
 
         # 5 log
         if row or last or step % args.log_interval == 0:
             row |= {k if "/" in k else f"losses/{k}": mean for k, mean in means(window).items()}
-            row |= {"global_step": step, "charts/env_steps": env_steps, "charts/updates": agent.updates}
+            row |= {"charts/env_steps": env_steps, "charts/updates": agent.updates}
             row |= {"buffer/online_size": len(online_rb), "buffer/offline_size": len(offline_rb)}
             row["buffer/offline_bytes"] = offline_rb.rows.nbytes
             row["charts/SPS"] = step / (time.time() - run.start)
@@ -1115,12 +1120,10 @@ def main(args: Args) -> dict[str, float]:
             if collector.episodes:
                 names = ("charts/episodic_return", "charts/episodic_length")
                 row |= zip(names, np.mean(collector.episodes, 0).tolist(), strict=True)
-            run.log(row)
-            metrics, window = metrics | row, []
-            watched = [f"losses/{k}" for k in ("critic_loss", "actor_loss", "alpha_loss", "alpha")]
-            watched += ["buffer/offline_frac", "eval/episodic_return"]
-            line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if metrics.get(k))
-        run.status(line, step)
+            run.log({"global_step": step} | row)
+            metrics, window = metrics | run.rows[-1], []
+        known = [key for key in WATCHED if metrics.get(key) is not None]
+        run.status(" ".join(f"{key.split('/')[1]} {metrics[key]:.3g}" for key in known), step)
 
         # 6 save; what is handed over comes first: resumed after the switch, nothing would write it
         if switching and args.filtered_data_path:
