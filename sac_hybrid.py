@@ -18,6 +18,8 @@ Adds to the SAC core, which is word for word that of wsrl_warmup.py (markers in 
 Simplified on purpose: no pre-trained image backbone, no reward classifier, one arm per actor.
 Shapes: N rows, A action dims, C of them continuous, E critics, F features; images (N,H,W,3) uint8.
 
+An option with two defaults, (a or b): in the built-in environment, in any other.
+
     python sac_hybrid.py                       # pick up the bar, CPU, about two minutes
     python sac_hybrid.py --algorithm bc        # the same human, imitation only: HG-DAgger
     python sac_hybrid.py --human expert --setup-mode dual-arm-learned-gripper  # 12 + 2 action dims
@@ -26,7 +28,6 @@ Shapes: N rows, A action dims, C of them continuous, E critics, F features; imag
 """
 
 import copy
-import ctypes
 import inspect
 import io
 import json
@@ -34,17 +35,14 @@ import math
 import os
 import pickle
 import pickletools
-import re
 import runpy
 import signal
 import sys
 import tempfile
 import time
-import zipfile
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Literal
 
@@ -60,28 +58,22 @@ from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
 DEFAULTS = dict(  # what an option left at None becomes: (built-in environment, any other)
-    max_steps=(6_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000), utd=(2.0, 1.0),
-    batch_size=(32, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
+    max_steps=(6_000, 100_000), training_starts=(100, 1_000), random_steps=(0, 1_000),
+    utd=(2.0, 1.0), batch_size=(32, 256), lr=(1e-3, 3e-4), gamma=(0.9, 0.97), tau=(0.01, 0.005),
     init_alpha=(5e-4, 0.01), bc_weight=(0.05, 0.0), hidden_size=(128, 256), augment_pad=(0, 4),
-    encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), eval_every=(500, 5_000),
-    eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0), intervention_steps=(3_000, 0),
-)  # fmt: skip
-WITH_EXPERT = dict(bc_weight=0.5, max_steps=3_000, num_demos=50, intervention_steps=2_000, batch_size=64)
+    encoder=("softmax", "conv"), buffer_size=(20_000, 200_000), intervention_steps=(3_000, 0),
+    eval_every=(500, 5_000), eval_episodes=(50, 10), report_episodes=(100, 50), num_demos=(10, 0),
+)
+WITH_EXPERT = dict(bc_weight=0.5, batch_size=64, num_demos=50, intervention_steps=2_000)
 TWO_ARMS = WITH_EXPERT | dict(max_steps=4_000, num_demos=200, intervention_steps=3_000)
-MODES = {  # action dims of the built-in environment, and what is best there with --human expert
-    "single-arm-fixed-gripper": (6, WITH_EXPERT | dict(max_steps=2_000)),
-    "single-arm-learned-gripper": (7, WITH_EXPERT),
-    "dual-arm-fixed-gripper": (12, TWO_ARMS),
-    "dual-arm-learned-gripper": (14, TWO_ARMS),
+MODES = {  # arms, grippers to learn, and what is best with --human expert
+    "single-arm-fixed-gripper": (1, 0, WITH_EXPERT | dict(max_steps=2_000)),
+    "single-arm-learned-gripper": (1, 1, WITH_EXPERT | dict(max_steps=3_000)),
+    "dual-arm-fixed-gripper": (2, 0, TWO_ARMS),
+    "dual-arm-learned-gripper": (2, 2, TWO_ARMS),
 }
-WATCHED = [f"losses/{k}" for k in "critic_loss grasp_critic_loss actor_loss alpha_loss alpha".split()]
-WATCHED += ["charts/intervention_rate", "eval/success_rate", "eval/steps_to_success"]
-PANELS = {  # of curves.png
-    "success": ["eval/success_rate", "charts/success_rate"],
-    "steps to success": ["eval/steps_to_success"],
-    "share of steps by the human": ["charts/intervention_rate"],
-    "values": ["losses/q_values", "losses/critic_loss"],
-}
+WATCHED = """losses/critic_loss losses/grasp_critic_loss losses/actor_loss losses/alpha_loss
+    losses/alpha charts/intervention_rate eval/success_rate eval/steps_to_success""".split()
 
 
 # --- args ---
@@ -112,61 +104,62 @@ class Args:
     demo_paths: tuple[str, ...] = ()  # .pkl or .npz demonstrations
     failure_paths: tuple[str, ...] = ()  # the same of failures: experience, not demonstrations
     human: Literal["clumsy", "expert"] = "clumsy"  # who demonstrates and takes over, if built in
-    num_demos: int | None = None  # episodes by that human (built-in 10, expert 50 or 200; 0 with demo_paths)
+    num_demos: int | None = None  # his episodes (10 or 0; expert 50, 200; demo_paths 0)
     intervention_steps: int | None = None  # he takes over an episode with chance 1 - step/this
     timeout_terminal: bool = False  # a time limit ends the value of a state, too
 
     # model
     encoder: Literal["softmax", "conv"] | None = None  # keypoints; 64-128 px
-    hidden_size: int | None = None  # width of actor and critics (built-in 128, else 256)
+    hidden_size: int | None = None  # width of actor and critics (128 or 256)
     layer_norm: bool = True  # LayerNorm in actor and critics
 
     # rollout
-    max_steps: int | None = None  # environment steps (built-in 6000, expert fewer, else 100000)
-    training_starts: int | None = None  # steps before the first update (built-in 100, else 1000)
-    random_steps: int | None = None  # steps with uniformly random actions (built-in 0, else 1000)
-    utd: float | None = None  # updates per step; the faster thread waits (built-in 2, else 1)
+    max_steps: int | None = None  # environment steps (6000 or 100000; expert fewer)
+    training_starts: int | None = None  # steps before the first update (100 or 1000)
+    random_steps: int | None = None  # steps with uniformly random actions (0 or 1000)
+    utd: float | None = None  # updates per step; the faster thread waits (2 or 1)
     max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
 
     # optimization
-    batch_size: int | None = None  # rows of an update (built-in 32, expert 64, else 256)
-    lr: float | None = None  # Adam, for actor, critics and temperature (built-in 1e-3, else 3e-4)
-    augment_pad: int | None = None  # random shift of images, in pixels (built-in 0, else 4)
+    batch_size: int | None = None  # rows of an update (32 or 256; expert 64)
+    lr: float | None = None  # Adam, for actor, critics and temperature (1e-3 or 3e-4)
+    augment_pad: int | None = None  # random shift of images, in pixels (0 or 4)
 
     # SAC
     algorithm: Literal["sac", "bc"] = "sac"  # bc: regress the demos, nothing else (baseline)
-    gamma: float | None = None  # discount per step (built-in 0.9, else 0.97)
-    tau: float | None = None  # share of the new weights in the targets (built-in 0.01, else 0.005)
+    gamma: float | None = None  # discount per step (0.9 or 0.97)
+    tau: float | None = None  # share of the new weights in the targets (0.01 or 0.005)
     cta_ratio: int = 2  # critic updates per actor update, each on a fresh batch
     num_critics: int = 2  # ensemble size
     num_sampled_critics: int = 2  # critics drawn for the minimum in the target
-    init_alpha: float | None = None  # temperature at the start (built-in 5e-4, else 0.01)
+    init_alpha: float | None = None  # temperature at the start (5e-4 or 0.01)
     backup_entropy: bool = False  # entropy bonus in the critic's target
     grasp_penalty: float = -0.02  # added to the gripper's reward where it really opens or closes
-    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demo rows (0.05, expert 0.5, else 0)
+    bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demos (0.05 or 0; expert 0.5)
 
     # replay
     demo_ratio: float = 0.5  # share of demo rows in a batch, once both buffers hold something
-    buffer_size: int | None = None  # frames of each, one per transition and episode (20000, 200000)
+    buffer_size: int | None = None  # frames: one a transition, one an episode (20000 or 200000)
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        built_in = self.env_id == BUILT_IN
-        own = (self.num_demos, self.intervention_steps, self.create_data, self.test, self.human == "expert")
+        built_in, expert = self.env_id == BUILT_IN, self.human == "expert"
+        own = (self.num_demos, self.intervention_steps, self.create_data, self.test, expert)
         if not built_in and any(own):
             raise ValueError("only the built-in environment has a human and test data")
         if self.demo_paths and self.num_demos is None:
             self.num_demos = 0
-        own = MODES[self.setup_mode][1] if built_in and self.human == "expert" else {}
+        own = MODES[self.setup_mode][2] if expert else {}
         for name, pair in DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, own.get(name, pair[not built_in]))
-        positive = "max_steps batch_size lr utd cta_ratio num_critics num_sampled_critics init_alpha"
-        positive += " hidden_size buffer_size log_interval save_every"
+        positive = """max_steps batch_size lr utd cta_ratio num_critics num_sampled_critics
+            init_alpha hidden_size buffer_size log_interval save_every""".split()
         for name, value in vars(self).items():
-            least = 1e-9 if name in positive.split() else -1e9 if name == "grasp_penalty" else 0
+            least = 1e-9 if name in positive else -1e9 if name == "grasp_penalty" else 0
             if type(value) in (int, float) and not least <= value < math.inf:
-                raise ValueError(f"--{name} {value} is not allowed: must be finite, at least {least:g}")
-        if max(self.gamma, self.tau, self.demo_ratio, self.num_sampled_critics / self.num_critics) > 1:
+                raise ValueError(f"--{name} {value} is not allowed: at least {least:g}, and finite")
+        sampled = self.num_sampled_critics / self.num_critics
+        if max(self.gamma, self.tau, self.demo_ratio, sampled) > 1:
             raise ValueError("gamma, tau, demo-ratio, sampled critics per critic must be at most 1")
         if self.algorithm == "bc" and not (self.num_demos or self.demo_paths):
             raise ValueError("--algorithm bc needs demonstrations")
@@ -201,12 +194,10 @@ def hold_grippers(commands, held):
 
 
 class BarWorld(gym.Env):
-    """Learned grippers: hold every bar, lift all above 0.5. Fixed ones: have every tool in its slot at
-    the same time. Reward 1 and the end on success, else 0. A human may take over, as the manual has it.
-
+    """Learned grippers: hold every bar, lift all above 0.5. Fixed ones: have every tool in its slot
+    at the same time. Reward 1 and the end on success, else 0. A human may take over.
     Pose of an arm: x, y, z, roll, pitch, yaw in [-1,1], z in [0,1]; a step moves each by up to 0.3.
-    Where bar or slot lie is in the picture only: red at one end, blue at the other, the arm green.
-    """
+    Where bar or slot lie is in the picture only: one end red, the other blue, the arm green."""
 
     STEP, TIME_LIMIT, SIZE = 0.3, 20, 32
     LOW = np.array([-1, -1, 0, -1, -1, -1.0])  # of a pose; the highest is 1
@@ -215,11 +206,10 @@ class BarWorld(gym.Env):
     allow_intervention, intervention_probability = True, 0.0
 
     def __init__(self, setup_mode: str = "single-arm-learned-gripper", human: str = "clumsy"):
-        self.clumsy = human == "clumsy"
-        self.num_arms = 2 if setup_mode.startswith("dual") else 1
-        self.learned = setup_mode.endswith("learned-gripper")
+        self.num_arms, grippers, _ = MODES[setup_mode]
+        self.learned, self.clumsy = grippers > 0, human == "clumsy"
         self.image_keys = ["image"] if self.num_arms == 1 else ["left_image", "right_image"]
-        self.action_space = gym.spaces.Box(-1, 1, (MODES[setup_mode][0],), np.float32)
+        self.action_space = gym.spaces.Box(-1, 1, (6 * self.num_arms + grippers,))
         line = (np.arange(self.SIZE) + 0.5) / self.SIZE * 2.4 - 1.2  # a margin: nothing is cut off
         self.px, self.py = np.meshgrid(line, line)
 
@@ -282,7 +272,7 @@ class BarWorld(gym.Env):
         return np.column_stack([move, grip] if self.learned else [move])
 
     def human(self):
-        """The expert, or half as fast, trembling, every tenth gripper command at random.  -> (A,)"""
+        """The expert; or half as fast, trembling, every tenth grip at random.  -> (A,)"""
         action, n, rng = self.expert(), self.num_arms, self.np_random
         if self.clumsy:
             tremble = rng.normal(0, 0.35 if n == 1 else 0.25, (n, 6))  # else he gets not both there
@@ -293,13 +283,14 @@ class BarWorld(gym.Env):
 
 
 def make_demos(args: Args, num_demos: int, success: bool = True) -> list[dict]:
-    """Transitions in the manual's format: the human's successful episodes, or failures at random."""
+    """The manual's transitions: the human's successful episodes, or failures at random."""
     env, demos, episode = BarWorld(args.setup_mode, args.human), [], 0
+    shape = env.action_space.shape
     while len(demos) < num_demos:
         seed = np.random.SeedSequence([args.seed, 2, episode]).generate_state(1)[0]
         (obs, _), done, rows, episode = env.reset(seed=int(seed)), False, [], episode + 1
         while not done:
-            action = env.human() if success else env.np_random.uniform(-1, 1, env.action_space.shape)
+            action = env.human() if success else env.np_random.uniform(-1, 1, shape)
             next_obs, reward, terminated, truncated, _ = env.step(action)
             done = terminated or truncated
             row = dict(observations=obs, actions=action, next_observations=next_obs, rewards=reward)
@@ -314,29 +305,24 @@ class DemoUnpickler(pickle.Unpickler):
 
     ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
         numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
+    TYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # as older files call it
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return self.dtype if name == "dtype" else super().find_class(module, name)
-
-    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-        if not re.fullmatch("[biuf][1248]", code):
-            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-        return np.dtype(code)
+        if name == "dtype":  # numpy's own constants: no file can give them false flags
+            return lambda code, *_: self.TYPES[code]
+        return super().find_class(module, name)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
     """Columns of a list of transitions; a nested one is named like observations/image."""
     columns, size = {}, 0
-    for opcode, argument, _ in pickletools.genops(data):  # read, nothing is built yet
+    for opcode, argument, _ in pickletools.genops(data):  # nothing is built yet
         if argument == ">" or ("PUT" in opcode.name and (argument or 0) > len(data)):
             raise ValueError("it is big-endian, or its memo is larger than the file")
-    rows = DemoUnpickler(io.BytesIO(data)).load()
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        raise ValueError("a list of transitions, each a dict, is expected")
-    for row in rows:
+    for row in DemoUnpickler(io.BytesIO(data)).load():
         for name, value in row.items():
             for key, item in value.items() if isinstance(value, dict) else [("", value)]:
                 columns.setdefault(f"{name}/{key}".rstrip("/"), []).append(item)
@@ -347,56 +333,51 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
-    """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
-    if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
-        for row, value in enumerate(column):
-            if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
-                found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
-                raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack(column)
-    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
-    if column.shape != (len(columns["rewards"]), *shape) or not fits:
-        raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    with np.errstate(over="ignore"):
-        column = column.astype(dtype)
-    wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
-    if name == "masks":
-        wrong |= (column < 0) | (column > 1)
-    if wrong.any():
-        raise ValueError(f"{name} of row {wrong.argmax()} is not finite in float32, or no mask")
-    return column
+    """A stranger's column: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
+    column, rule = columns[name], "safe" if dtype == np.uint8 else "same_kind"
+    checked = np.zeros((len(columns["rewards"]), *shape), dtype)
+    if not len(column) == len(checked) > 0:
+        raise ValueError(f"there are {len(column)} {name} to {len(checked)} rewards")
+    for row, value in enumerate(column):  # a list is not an array, however small
+        numbers = isinstance(value, np.ndarray | np.generic | int | float)
+        kind = np.asarray(value).dtype if numbers else type(value).__name__
+        if not numbers or np.shape(value) != shape or not np.can_cast(kind, dtype, rule):
+            found, wanted = f"{kind} {getattr(value, 'shape', '')}", f"{np.dtype(dtype)} {shape}"
+            raise ValueError(f"{name} of row {row} is {found}, expected is {wanted}")
+        checked[row] = value
+        if not np.isfinite(checked[row]).all() or (name == "masks" and not 0 <= value <= 1):
+            raise ValueError(f"{name} of row {row} is not finite in float32, or no mask")
+    return checked
 
 
 def load_columns(path: str) -> dict:
-    """Of a .pkl or .npz of transitions: name -> list or array; nothing in it is checked yet."""
+    """Of a .pkl or .npz: name -> list or array, not checked yet."""
     try:
-        if zipfile.is_zipfile(path):  # an .npz, whatever its name
+        if path.endswith(".npz"):
             return dict(np.load(path, allow_pickle=False))
         return load_pickle(Path(path).read_bytes())
     except Exception as error:  # a damaged file raises almost any type
-        sys.exit(f"data file {path} is refused: {type(error).__name__}: {error}")
+        sys.exit(f"data file {path} holds no transitions: {type(error).__name__}: {error}")
 
 
 def read_demos(path: str, columns: dict, robot) -> np.ndarray:
     """Records for a buffer; actions come in the environment's units."""
-    layout, frame, held = robot.layout, robot.record["obs"], np.zeros(robot.layout.num_grippers)
+    # a bare vector is the state
+    columns = {f"{k}/state" if k.endswith("observations") else k: c for k, c in columns.items()}
+    held = np.zeros(robot.layout.num_grippers)
     try:
         records = np.zeros(len(columns["rewards"]), robot.record)
-        for key in frame.names:
-            for view, name in (("observations", "obs"), ("next_observations", "next_obs")):
-                column = view if view in columns and key == "state" else f"{view}/{key}"  # bare: the state
-                records[name][key] = check_column(columns, column, frame[key].shape, frame[key].base)
-        actions = check_column(columns, "actions", (layout.action_dim,))
-        records["actions"] = ((actions - robot.center) / robot.scale).clip(-1, 1)
-        records["dones"] = check_column(columns, "dones") != 0
-        columns.setdefault("masks", 1 - records["dones"])
-        for name in ("rewards", "masks"):
-            records[name] = check_column(columns, name)
+        for name, view in (("obs", "observations"), ("next_obs", "next_observations")):
+            for key, (kind, _) in robot.record["obs"].fields.items():
+                records[name][key] = check_column(columns, f"{view}/{key}", kind.shape, kind.base)
+        columns.setdefault("masks", [1.0 - bool(done) for done in columns["dones"]])
+        for name in ("actions", "rewards", "masks", "dones"):
+            records[name] = check_column(columns, name, records[name].shape[1:])
+        records["actions"] = ((records["actions"] - robot.center) / robot.scale).clip(-1, 1)
         for record in records:
-            held, toggles = hold_grippers(record["actions"][layout.gripper], held)
+            held, toggles = hold_grippers(record["actions"][robot.layout.gripper], held)
             record["grasp_penalty"] = robot.args.grasp_penalty * toggles
-            held = held * (1 - record["dones"])  # an episode starts open
+            held = held * (record["dones"] == 0)  # an episode starts open
     except (KeyError, ValueError) as error:
         missing = "there is no " if isinstance(error, KeyError) else ""
         sys.exit(f"data file {path}: {missing}{error}")
@@ -469,14 +450,14 @@ class ImageEncoder(nn.Module):
         if self.kind == "softmax":
             x = x.permute(0, 2, 3, 1).flatten(1, 2)  # (N,H*W,16), as the images lie in memory
             moments = self.grid @ x.clamp(-30, 30).exp()  # (N,3,16): sums of row, column, 1
-            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,32), where the softmax points
+            points = (moments[:, :2] / moments[:, 2:]).flatten(1)  # (N,32): where it points
             return torch.cat([points, self.embed(points)], 1)  # raw, too: position is a feature
         x = torch.einsum("nkp,kpe->nke", x.flatten(2), self.spatial)  # (N,128,4)
         return self.embed(x.flatten(1))
 
 
 class Encoder(nn.Module):  # hybrid: images
-    """Cameras and vectors side by side. Images become floats here and nowhere else.  obs -> (N,F)"""
+    """Cameras and vectors side by side. Only here images become floats.  obs -> (N,F)"""
 
     def __init__(self, image_keys, image_shape: tuple, state_dim: int, kind: str):
         super().__init__()
@@ -487,8 +468,8 @@ class Encoder(nn.Module):  # hybrid: images
             self.dim += len(image_keys) * self.image.dim + 64 * bool(state_dim)
 
     def forward(self, obs):
-        images = [obs[key].permute(0, 3, 1, 2).float().div_(255).sub_(0.5) for key in self.image_keys]
-        parts = [self.image(image) for image in images]
+        images = [obs[key].permute(0, 3, 1, 2).float() for key in self.image_keys]  # (N,3,H,W)
+        parts = [self.image(image.div_(255).sub_(0.5)) for image in images]
         if vectors := sorted(set(obs) - set(self.image_keys)):
             state = torch.cat([obs[key] for key in vectors], 1)
             parts += [state, self.embed_state(state)] if self.embed_state else [state]
@@ -497,36 +478,31 @@ class Encoder(nn.Module):  # hybrid: images
 
 # --- buffer ---
 class FrameBuffer:
-    """Replay that keeps each frame once: N transitions in E unbroken pieces are N + E frames, not 2 N.
-
-    A ring of frame slots; a transition starts at a slot and ends at the next one. Whether a new one
-    continues the last is decided by the frames themselves: shared only where equal, so that no gap,
-    end or wrap can pair frames that do not belong together. Only the learner's thread touches it.
-    """
+    """Replay that keeps each frame once: N transitions in E unbroken pieces are N + E frames.
+    A ring of frame slots; a transition starts at a slot and ends at the next one. Frames are shared
+    only if they are equal: no gap, end or wrap can pair those that do not belong together."""
 
     def __init__(self, capacity: int, record: np.dtype):
         names = ("obs", "actions", "rewards", "masks", "grasp_penalty")
         self.slots = np.zeros(capacity, [(name, record[name]) for name in names])
         self.starts = np.zeros(capacity, bool)  # a transition starts at this slot
-        self.head = self.used = 0  # next slot to write, slots written so far
+        self.written = 0  # frames so far
 
     def __len__(self):
         return int(self.starts.sum())
 
     def write(self, frame) -> int:
-        slot = self.head
+        slot = self.written % len(self.slots)
         self.slots["obs"][slot], self.starts[slot] = frame, False  # what started here is forgotten
-        self.head, self.used = (slot + 1) % len(self.slots), max(self.used, slot + 1)
+        self.written += 1
         return slot
 
     def insert(self, record):
-        start = self.head - 1
-        if not self.used or self.slots["obs"][start].tobytes() != record["obs"].tobytes():
+        start = (self.written - 1) % len(self.slots)
+        if not self.written or self.slots["obs"][start].tobytes() != record["obs"].tobytes():
             start = self.write(record["obs"])
         self.write(record["next_obs"])
-        for name in self.slots.dtype.names:
-            self.slots[name][start] = record[name]
-        self.starts[start] = True
+        self.slots[start], self.starts[start] = record[[*self.slots.dtype.names]], True
 
     def sample(self, n: int, rng: np.random.Generator):
         """With replacement.  -> (N,) slots, (N,) next frames"""
@@ -534,17 +510,17 @@ class FrameBuffer:
         return self.slots[start], self.slots["obs"][(start + 1) % len(self.slots)]
 
     def state_dict(self) -> dict:
-        slots = torch.from_numpy(self.slots[: self.used].view(np.uint8).copy())
-        return dict(slots=slots, starts=torch.from_numpy(self.starts.copy()), head=self.head)
+        slots = torch.from_numpy(self.slots[: self.written].view(np.uint8).copy())
+        starts = torch.from_numpy(self.starts.copy())
+        return dict(slots=slots, starts=starts, written=self.written)
 
     def load_state_dict(self, state: dict):
-        self.starts[:], self.head = state["starts"].numpy(), state["head"]
-        slots = state["slots"].numpy().view(self.slots.dtype)
-        self.slots[: len(slots)], self.used = slots, len(slots)
+        self.starts[:], self.written = state["starts"].numpy(), state["written"]
+        self.slots[: self.written] = state["slots"].numpy().view(self.slots.dtype)
 
 
 def random_shift(images, pad: int, rng):
-    """Each image moved by up to `pad` pixels, edges repeated (DrQ-v2, arXiv:2107.09645).  (N,H,W,3)"""
+    """Each image moved by up to `pad` pixels, edges repeated (arXiv:2107.09645).  (N,H,W,3)"""
     n, height, width, _ = images.shape
     dy, dx = rng.integers(-pad, pad + 1, (2, n, 1))
     rows = (np.arange(height) + dy).clip(0, height - 1)  # (N,H)
@@ -560,6 +536,11 @@ def split_batch(batch_size: int, num_online: int, num_demo: int, demo_ratio: flo
     return batch_size - demo, demo
 
 
+def tensors(rows: np.ndarray, device) -> dict[str, torch.Tensor]:
+    names = rows.dtype.names
+    return {k: torch.from_numpy(np.ascontiguousarray(rows[k])).to(device) for k in names}
+
+
 def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
     """Online rows first, then demo rows; is_demo tells them apart. A function of (seed, update)."""
     rng = np.random.default_rng([args.seed, 5, update])
@@ -567,12 +548,8 @@ def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
     counts = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
     parts = [rb.sample(n, rng) for rb, n in zip((online_rb, demo_rb), counts, strict=True) if n]
     slots, next_frames = map(np.concatenate, zip(*parts, strict=True))
-
-    def tensors(array, names):
-        return {k: torch.from_numpy(np.ascontiguousarray(array[k])).to(device) for k in names}
-
-    obs, next_obs = (tensors(view, next_frames.dtype.names) for view in (slots["obs"], next_frames))
-    batch = tensors(slots, slots.dtype.names[1:]) | dict(obs=obs, next_obs=next_obs)
+    obs, next_obs = tensors(slots["obs"], device), tensors(next_frames, device)
+    batch = tensors(slots[[*slots.dtype.names[1:]]], device) | dict(obs=obs, next_obs=next_obs)
     for view in (obs, next_obs) if args.augment_pad else ():
         images = {key: image for key, image in view.items() if image.ndim == 4}
         view |= {key: random_shift(image, args.augment_pad, rng) for key, image in images.items()}
@@ -586,7 +563,7 @@ def sample_batch(args, online_rb, demo_rb, layout, update: int, device) -> dict:
 
 # --- math ---
 def tanh_normal(mean, std, noise):
-    """tanh(u), u = mean + std * noise; its log density, eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
+    """tanh(mean + std * noise), its log density: eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
     u = mean + std * noise
     logprobs = -0.5 * noise**2 - std.log() - 0.5 * math.log(2 * math.pi)
     logprobs = logprobs - 2 * (math.log(2) - u - F.softplus(-2 * u))  # finite for every u
@@ -600,15 +577,15 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
 
 
 def flatten(parameters: list) -> torch.Tensor:
-    """One vector that the parameters are views of from now on: Adam is one operation, not one a layer."""
+    """One vector that the parameters are views of from now on, so that Adam is one operation."""
     vector = nn.utils.parameters_to_vector(parameters).detach()  # a copy
     nn.utils.vector_to_parameters(vector, parameters)
     return vector
 
 
 def apply_gradients(loss, *groups) -> bool:
-    """A step of each (parameters, optimizer of their vector); of none, and False, if one is not finite."""
-    # autograd.grad, not backward: no other weight collects a gradient, as the critic's in the actor's loss
+    """One step of each (parameters, optimizer); of none, and False, if a gradient is not finite."""
+    # autograd.grad, not backward: the actor's loss leaves no gradient in the critic
     inputs = [param for params, _ in groups for param in params]
     grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
     vector = torch.cat([grad.reshape(-1) for grad in grads])
@@ -621,11 +598,8 @@ def apply_gradients(loss, *groups) -> bool:
 
 
 class SAC(nn.Module):
-    """Soft actor-critic (arXiv:1812.05905) on the features of an encoder, the same in both scripts.
-
-    A subclass adds heads of the critic, `more_critic_losses` and `more_actor_losses`; the rows of a
-    batch come with weights.
-    """
+    """Soft actor-critic (arXiv:1812.05905) on an encoder's features, the same in both scripts.
+    A subclass adds heads, `more_critic_losses` and `more_actor_losses`; rows come with weights."""
 
     def __init__(self, encoder, action_dim: int, target_entropy: float, device, args, **heads):
         super().__init__()
@@ -637,7 +611,7 @@ class SAC(nn.Module):
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.args, self.target_entropy, self.device = args, target_entropy, torch.device(device)
         self.updates = self.skipped_steps = self.skipped_in_a_row = 0
-        self.to(device).eval()  # dropout, where there is some, is for the actor's update alone
+        self.to(device).eval()
         groups = [*self.critic.parameters()], [*self.actor.parameters(), self.raw_alpha]
         vectors = [flatten(params) for params in groups]
         self.flat_critic, self.flat_target = vectors[0], flatten([*self.critic_target.parameters()])
@@ -656,20 +630,19 @@ class SAC(nn.Module):
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def bellman(self, batch):
-        """-> features (N,F), the same of next_obs, by fast and slow encoder, q_values (E,N), target (N,)"""
+        """-> features (N,F), next ones by fast and slow encoder, q_values (E,N), target (N,)"""
         features = self.critic.encoder(batch["obs"])
         with torch.no_grad():
             following = self.critic.encoder(batch["next_obs"])
             slow = self.critic_target.encoder(batch["next_obs"])
             mean, std = self.policy(following)
             next_actions, next_logprobs = tanh_normal(mean, std, self.noise(mean))
-            next_q_values = self.critic_target.qf(slow, next_actions)  # (E,N)
-            if self.args.num_sampled_critics < self.args.num_critics:  # as in REDQ (arXiv:2101.05982)
+            next_q = self.critic_target.qf(slow, next_actions)  # (E,N)
+            if self.args.num_sampled_critics < self.args.num_critics:  # REDQ (arXiv:2101.05982)
                 chosen = torch.randperm(self.args.num_critics)[: self.args.num_sampled_critics]
-                next_q_values = next_q_values[chosen.to(mean.device)]
+                next_q = next_q[chosen.to(mean.device)]
             bonus = -self.alpha() * next_logprobs if self.args.backup_entropy else 0.0
-            rewards = (batch["rewards"], batch["masks"])
-            target = td_target(*rewards, next_q_values, self.args.gamma, bonus)
+            target = td_target(batch["rewards"], batch["masks"], next_q, self.args.gamma, bonus)
         return features, following, slow, self.critic.qf(features, batch["actions"]), target
 
     def actor_losses(self, batch, features):
@@ -684,7 +657,7 @@ class SAC(nn.Module):
 
     def update(self, batch: dict, full: bool = True) -> dict[str, torch.Tensor]:
         """One update; `full` includes actor and temperature. A non-finite gradient goes nowhere."""
-        # no generator has a history; torch.manual_seed does the same for every device and takes longer
+        # no generator has a history; torch.manual_seed takes longer: it seeds every device
         torch.default_generator.manual_seed(self.args.seed * 1_000_003 + self.updates)
         features, *following, q_values, target = self.bellman(batch)
         td_errors = q_values - target  # (E,N)
@@ -692,14 +665,13 @@ class SAC(nn.Module):
         losses |= self.more_critic_losses(batch, features, *following, q_values)
         applied = apply_gradients(sum(losses.values()), self.critic_group)
         if full and applied:
-            self.actor.train()
             actor_losses = self.actor_losses(batch, features.detach())
-            self.actor.eval()
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
             self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
-        return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
+        losses |= dict(q_values=q_values.mean(), td_errors=td_errors.mean(0))
+        return self.count(applied, losses)
 
     def count(self, applied: bool, stats: dict) -> dict:
         self.updates, self.skipped_steps = self.updates + 1, self.skipped_steps + (not applied)
@@ -716,11 +688,11 @@ class SAC(nn.Module):
         self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(saved))  # it would keep those very tensors
-            optimizer.param_groups[0]["lr"] = self.args.lr  # moments come from the file, the rate does not
+            optimizer.param_groups[0]["lr"] = self.args.lr  # the rate is not that of the file
 
 
 def grasp_target(rewards, grasp_penalty, masks, next_q_online, next_q_target, gamma):
-    """Double DQN: the online network chooses, the target rates; only here counts the penalty.  (N,)"""
+    """Double DQN: the online network chooses, the target rates; only here is the penalty.  (N,)"""
     assert next_q_online.shape == next_q_target.shape and rewards.shape == grasp_penalty.shape
     best = next_q_online.argmax(-1, keepdim=True)
     return rewards + grasp_penalty + gamma * masks * next_q_target.gather(-1, best).squeeze(-1)
@@ -729,10 +701,8 @@ def grasp_target(rewards, grasp_penalty, masks, next_q_online, next_q_target, ga
 class SACHybridAgent(SAC):
     """SAC on images, with grippers and a behaviour-cloning term."""
 
-    def __init__(
-        self, image_keys, continuous_action_dim: int, grasp_action_dim: int = 0, device="cpu",
-        args: Args | None = None, image_shape=(32, 32, 3), state_dim: int = 0,
-    ):  # fmt: skip
+    def __init__(self, image_keys, continuous_action_dim: int, grasp_action_dim: int = 0,
+                 device="cpu", args=None, image_shape=(32, 32, 3), state_dim: int = 0):
         args, grippers = args or Args(), {0: 0, 3: 1, 9: 2}[grasp_action_dim]
         torch.manual_seed(args.seed)
         encoder = Encoder(image_keys, image_shape, state_dim, args.encoder)
@@ -763,7 +733,7 @@ class SACHybridAgent(SAC):
         return {"bc_loss": self.args.bc_weight * error}
 
     def clone(self, batch: dict) -> dict[str, torch.Tensor]:
-        """--algorithm bc, the baseline: regress the arm, classify the gripper, all rows are demos."""
+        """--algorithm bc, the baseline: regress the arm, classify the gripper, on demo rows."""
         features = self.critic.encoder(batch["obs"])
         error = (self.policy(features)[0].tanh() - batch["actions"]).square().sum(-1)
         losses = {"actor_loss": error.mean()}
@@ -812,52 +782,50 @@ SCALARS = ["rewards", "masks", "grasp_penalty", *COUNTED, *RESULTS]
 
 
 class Robot:
-    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1].
-
-    An episode is a function of the step at which it began and of the actions since: to resume one,
-    `begin` and repeat them. Of the observation it keeps what is in `keys`, if these are given.
-    """
+    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1]. An
+    episode is a function of the step it began at and its actions: to resume one, repeat them.
+    Of an observation it keeps what is in `keys`, if these are given."""
 
     def __init__(self, args: Args, human: bool, rank: int = 0, keys=()):
         self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
-        mode, size = args.setup_mode, MODES[args.setup_mode][0]
+        arms, grippers, _ = MODES[args.setup_mode]
+        size = 6 * arms + grippers  # another environment's own action_space comes first
         if self.built_in:
-            self.env = BarWorld(mode, args.human)
-        elif ".py:" in args.env_id:  # the manual's own environment: no base class, no spaces needed
+            self.env = BarWorld(args.setup_mode, args.human)
+        elif ".py:" in args.env_id:  # the manual's own environment: no base class, no spaces
             path, _, name = args.env_id.rpartition(":")
             self.env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), size)
         else:
             self.env = gym.make(args.env_id)
         getattr(self.env, "unwrapped", self.env).allow_intervention = human
         space = getattr(self.env, "action_space", gym.spaces.Box(-1, 1, (size,)))
-        flat = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.is_bounded()
-        arms = 2 if mode.startswith("dual") else 1
-        if not flat or space.shape[0] % arms:
-            sys.exit(f"--env-id {args.env_id} has actions {space}: no Box for {mode}")
-        self.layout = ActionLayout(space.shape[0], arms if mode.endswith("learned-gripper") else 0)
+        box = isinstance(space, gym.spaces.Box) and space.is_bounded()
+        if not box or space.shape[0] % arms:
+            sys.exit(f"--env-id {args.env_id} has actions {space}: no bounded Box for {arms} arms")
+        self.layout = ActionLayout(space.shape[0], grippers)
         self.center, self.scale = (space.high + space.low) / 2, (space.high - space.low) / 2
         self.begin(0)
-        frame = [(key, value.dtype, value.shape) for key, value in self.obs.items()]
+        frame = [(key, x.dtype, x.shape) for key, x in self.obs.items()]
         head = [("obs", frame), ("next_obs", frame), ("actions", np.float32, space.shape)]
         self.record = np.dtype(head + [(name, np.float32) for name in SCALARS])
         # what SACHybridAgent wants to know
-        shapes = {key: value.shape for key, value in self.obs.items() if value.ndim == 3}
-        self.dims = (list(shapes), len(self.layout.continuous), self.layout.grasp_dim)
-        state_dim = sum(value.size for value in self.obs.values() if value.ndim == 1)
-        self.sizes, self.obs = (next(iter(shapes.values()), (0, 0, 3)), state_dim), None
+        images = {key: x.shape for key, x in self.obs.items() if x.ndim == 3}
+        state_dim = sum(x.size for x in self.obs.values() if x.ndim == 1)
+        self.dims = ([*images], len(self.layout.continuous), self.layout.grasp_dim)
+        self.sizes, self.obs = (next(iter(images.values()), (0, 0, 3)), state_dim), None
 
-    def observe(self, raw) -> dict[str, np.ndarray]:
-        raw, env_id = raw if isinstance(raw, dict) else {"state": raw}, self.args.env_id
+    def observe(self, raw, reward: float = 0.0) -> dict[str, np.ndarray]:
+        raw = raw if isinstance(raw, dict) else {"state": raw}
         arrays = {key: np.asarray(value) for key, value in raw.items()}
-        images = self.args.image_keys or [key for key, value in arrays.items() if value.ndim == 3]
+        images = self.args.image_keys or [key for key, x in arrays.items() if x.ndim == 3]
         if any(key not in arrays or arrays[key].dtype != np.uint8 for key in images):
-            sys.exit(f"--env-id {env_id} has {[*arrays]}, not each of {[*images]} as uint8 (H,W,3)")
+            sys.exit(f"the environment has {[*arrays]}, not {[*images]} as uint8 (H,W,3)")
         obs = {key: arrays[key][:, :, :3].copy() for key in images}
-        obs |= {k: v.ravel().astype(np.float32) for k, v in arrays.items() if v.ndim < 3}
-        if not all(np.isfinite(value).all() for value in obs.values()):  # else the arm's next action
-            raise ValueError(f"--env-id {env_id} gave an observation that is not finite")
+        obs |= {key: x.ravel().astype(np.float32) for key, x in arrays.items() if x.ndim < 3}
+        if not all(np.isfinite(x).all() for x in (reward, *obs.values())):
+            raise ValueError("the environment gave an observation or reward that is not finite")
         self.unseen = [key for key in obs if self.keys and key not in self.keys]
-        return {key: value for key, value in obs.items() if key not in self.unseen}
+        return {key: x for key, x in obs.items() if key not in self.unseen}
 
     def begin(self, global_step: int, seed: int | None = None):
         self.start, self.actions, self.total, self.was_human = global_step, [], 0.0, False
@@ -870,23 +838,20 @@ class Robot:
         self.obs = self.observe(self.env.reset(**(dict(seed=seed) if takes_seed else {}))[0])
 
     def step(self, action):
-        """-> the record of what was executed, by policy or human"""
+        """-> record of what was executed, by policy or human"""
         obs, grippers, wanted = self.obs, self.layout.gripper, np.array(action, np.float64)
-        if not self.built_in:  # its "stay" is a position, not a command
-            wanted[grippers] = hold_grippers(wanted[grippers], self.held)[0]
+        wanted[grippers] = hold_grippers(wanted[grippers], self.held)[0]
         executed = (self.center + self.scale * wanted.clip(-1, 1)).astype(np.float32)
         raw, reward, terminated, truncated, info = self.env.step(executed)
-        if not math.isfinite(reward):
-            raise ValueError(f"--env-id {self.args.env_id} gave the reward {reward}")
         self.actions.append(action)
-        if is_human := (human := info.get("intervene_action")) is not None:
-            human = np.asarray(torch.as_tensor(human).detach().cpu(), np.float32)
+        is_human = info.get("intervene_action") is not None
+        if is_human:
+            human = torch.as_tensor(info["intervene_action"]).detach().cpu().float().numpy()
             if human.shape != executed.shape or not np.isfinite(human).all():
-                raise ValueError(f'info["intervene_action"] must be {executed.shape} finite numbers')
+                raise ValueError(f"intervene_action must be {executed.shape} finite numbers")
             action = ((human - self.center) / self.scale).clip(-1, 1)
-        self.obs, self.total = self.observe(raw), self.total + reward
+        self.obs, self.total = self.observe(raw, reward), self.total + reward
         self.held, toggles = hold_grippers(action[grippers], self.held)
-        # a time limit bootstraps from its next_obs
         mask = 1.0 - (terminated or (truncated and self.args.timeout_terminal))
         success = info.get("is_success", info.get("success", terminated and reward > 0))
         takeover, self.was_human = is_human and not self.was_human, is_human
@@ -895,13 +860,13 @@ class Robot:
         views = [tuple(view[key] for key in self.record["obs"].names) for view in (obs, self.obs)]
         return np.array((*views, action, *scalars), self.record)
 
-    def take_turn(self, agent, global_step: int, weights):
+    def take_turn(self, agent, step: int, weights):
         """The newest policy takes one step.  -> its record"""
         nn.utils.vector_to_parameters(weights, agent.acting())
         if self.obs is None:
-            self.begin(global_step)
-        layout, rng = self.layout, np.random.default_rng([self.args.seed, 3, self.rank, global_step])
-        if global_step < self.args.random_steps:
+            self.begin(step)
+        layout, rng = self.layout, np.random.default_rng([self.args.seed, 3, self.rank, step])
+        if step < self.args.random_steps:
             action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
             action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
         else:
@@ -913,11 +878,8 @@ class Robot:
 
 
 class Link:
-    """The learner's end of its actors: a thread for each, in which it takes its turns.
-
-    A turn is leave to take one step; max_lead + 1 of them are out at a time. `weights` is a copy,
-    replaced and never changed, so that nobody sees half an update.
-    """
+    """The learner's end of its actors, a thread for each. A turn is leave to take one step;
+    max_lead + 1 of them are out at a time. `weights` is a copy, replaced and never changed."""
 
     def __init__(self, actors, steps):
         self.actors = {ThreadPoolExecutor(1): take_turn for take_turn in actors}
@@ -928,49 +890,49 @@ class Link:
 
     def grant(self, thread):
         if (step := next(self.steps, None)) is not None:
-            # the weights are those that are the newest when it comes to it
+            # with the weights that are the newest when it comes to it
             turn = thread.submit(lambda: self.actors[thread](step, self.weights))
             self.pending[turn] = thread
 
     def receive(self):
-        """Whose turn has ended, and its record; None if none has yet. Raises what an actor raised."""
-        wait(self.pending, timeout=3, return_when=FIRST_COMPLETED)
-        ended = next((turn for turn in self.pending if turn.done()), None)
-        return (self.pending.pop(ended), ended.result()) if ended else (None, None)
+        """Whose turn has ended, and its record. Raises what an actor raised."""
+        wait(self.pending, return_when=FIRST_COMPLETED)
+        ended = next(turn for turn in self.pending if turn.done())
+        return self.pending.pop(ended), ended.result()
 
 
 class Wire:
     """An actor on another rank: turn and weights go there, the bytes of a record come back."""
 
-    def __init__(self, record: np.dtype, num_weights: int, rank: int):
+    def __init__(self, record: np.dtype, rank: int):
         # a group for each pair, so that no actor waits for another
         self.record, self.peer, self.group = record, rank, dist.new_group([0, rank])
-        self.message = torch.zeros(record.itemsize, dtype=torch.uint8)
-        self.turn, self.weights = torch.zeros(1, dtype=torch.int64), torch.zeros(num_weights)
 
-    def take_turn(self, global_step: int, weights):
+    def take_turn(self, step: int, weights):
         """On rank 0; -1 ends the actor."""
-        dist.send(torch.tensor([global_step]), self.peer, self.group)
+        dist.send(torch.tensor([step]), self.peer, self.group)
         dist.send(weights, self.peer, self.group)
-        if global_step >= 0:
-            dist.recv(self.message, self.peer, self.group)
-            return np.frombuffer(self.message.numpy().tobytes(), self.record)[0]
+        if step >= 0:
+            message = torch.zeros(self.record.itemsize, dtype=torch.uint8)
+            dist.recv(message, self.peer, self.group)
+            return np.frombuffer(message.numpy(), self.record)[0]
 
-    def serve(self, take_turn):
+    def serve(self, take_turn, weights):
         """On the other rank, until the end."""
+        step = torch.zeros(1, dtype=torch.int64)
         while True:
-            dist.recv(self.turn, 0, self.group)
-            dist.recv(self.weights, 0, self.group)
-            if self.turn < 0:
+            dist.recv(step, 0, self.group)
+            dist.recv(weights, 0, self.group)
+            if step < 0:
                 return
-            record = take_turn(self.turn.item(), self.weights)
-            dist.send(torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8), 0, self.group)
+            message = bytearray(take_turn(step.item(), weights).tobytes())
+            dist.send(torch.frombuffer(message, dtype=torch.uint8), 0, self.group)
 
 
 # --- evaluate ---
 def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_episodes: int):
-    """The frozen policy alone: mean action, the same episodes for every run. An episode in which the
-    environment lets a human act all the same is left out, and counted."""
+    """The frozen policy's mean action, the same episodes for every run. An episode in which a human
+    acts all the same is left out, and counted."""
     results = []
     for episode in range(num_episodes):
         robot.begin(0, seed=first_seed + episode)
@@ -981,10 +943,10 @@ def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_epi
         results += [] if by_human else [[float(record[name]) for name in RESULTS]]
     if helped := num_episodes - len(results):
         print(f"eval: a human took over in {helped} of {num_episodes} episodes, these do not count")
-    if not results:  # nobody can say how good the policy is
+    if not results:
         return {}
-    success, _, length = results = np.array(results).T
-    metrics = {f"eval/{name}": float(column.mean()) for name, column in zip(RESULTS, results, strict=True)}
+    success, _, length = columns = np.array(results).T
+    metrics = {f"eval/{name}": float(c.mean()) for name, c in zip(RESULTS, columns, strict=True)}
     steps = float(length[success > 0].mean()) if success.any() else math.nan
     return metrics | {"eval/steps_to_success": steps}
 
@@ -1061,17 +1023,10 @@ def catch_signals() -> list[int]:
 
 
 def means(window: list[dict]) -> dict[str, float]:
-    """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
+    """Of each metric, over the updates that had it; nothing waited for the device until here."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    columns = {k: [torch.as_tensor(row[k]).cpu() for row in window if k in row] for k in names}
     return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
-
-
-def keep_memory():
-    """glibc gives blocks over 128 kB back at once and asks again: half the time of a small conv net."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # other C libraries have none
-    mallopt(-3, 2**28)  # M_MMAP_THRESHOLD
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
 # --- main ---
@@ -1086,18 +1041,15 @@ def create_data(args: Args) -> dict:
 
 
 def main(args: Args) -> dict[str, float]:
-    if args.test == "quick":  # demos, a short run, its model
-        short = dict(max_steps=60, training_starts=20, eval_episodes=2, report_episodes=2, test=None)
-        with tempfile.TemporaryDirectory() as folder:
-            metrics = main(replace(args, **short, run_dir=f"{folder}/run"))
-        print("everything runs; 60 steps teach nothing yet")
-        return metrics
+    if args.test == "quick":  # a check-up: demos, a short run, its model
+        folder = tempfile.TemporaryDirectory()
+        short = dict(max_steps=60, training_starts=20, eval_episodes=2, report_episodes=2)
+        args = replace(args, **short, run_dir=f"{folder.name}/run")
     if args.create_data or args.test == "full":
         args = replace(args, **create_data(args))
         if args.create_data:
             return {}
     torch.set_num_threads(args.num_threads)
-    keep_memory()
     best = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(best if args.device == "auto" else args.device)
     stop = catch_signals()
@@ -1105,8 +1057,8 @@ def main(args: Args) -> dict[str, float]:
     files = {path: load_columns(path) for path in (*args.demo_paths, *args.failure_paths)}
     if args.num_demos:
         files["of the human"] = load_pickle(pickle.dumps(make_demos(args, args.num_demos)))
-    names = [name for columns in files.values() for name in columns if name.startswith("observations")]
-    keys = {name.partition("/")[2] or "state" for name in names}
+    names = {name for columns in files.values() for name in columns}
+    keys = {name.partition("/")[2] or "state" for name in names if name.startswith("observations")}
     judged = args.eval_episodes or args.report_episodes  # if never: a real arm exists once
     judge = Robot(args, human=not judged, keys=keys)
     robot = Robot(args, human=True, rank=rank, keys=keys) if judged else judge
@@ -1119,10 +1071,11 @@ def main(args: Args) -> dict[str, float]:
         sys.exit(f"--buffer-size {args.buffer_size}: {needed / 1e9:.1f} GB of frames do not fit")
     if world > 1:
         dist.init_process_group("gloo")
-    count = sum(param.numel() for param in agent.acting())
-    wires = [Wire(judge.record, count, other) for other in range(1, world)]
+    wires = [Wire(judge.record, other) for other in range(1, world)]
+    take_turn = partial(robot.take_turn, actor)
     if rank > 0:
-        wires[rank - 1].serve(partial(robot.take_turn, actor))
+        weights = nn.utils.parameters_to_vector(actor.acting()).detach()
+        wires[rank - 1].serve(take_turn, weights)
         dist.destroy_process_group()
         return {}
     online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
@@ -1130,15 +1083,11 @@ def main(args: Args) -> dict[str, float]:
         rb = online_rb if path in args.failure_paths else demo_rb
         for record in read_demos(path, columns, judge):
             rb.insert(record)
-        if rb.used == args.buffer_size:
-            sys.exit(f"--buffer-size {args.buffer_size} is less than {path} needs")
     best, best_score, window, rows, metrics = None, [-1.0], [], [], {}
     step, totals, episodes = 0, [0, 0, 0], []  # totals of COUNTED, the last 20 episodes
     path = Path(args.run_dir or "") / "latest.pth"
     if args.resume and path.exists():
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
-        print(f"resuming {path}, with changed options: {changed}")
         agent.load_state_dict(saved["agent"])
         best, best_score, window, rows, step, totals, episodes = saved["progress"]
         start, actions = saved["episode"]
@@ -1148,6 +1097,7 @@ def main(args: Args) -> dict[str, float]:
                 robot.step(action)
         for rb, state in zip((online_rb, demo_rb), saved["buffers"], strict=False):
             rb.load_state_dict(state)
+        print(f"{path}: going on after step {step}")
     run = Run(args, args.max_steps, rows, exist_ok=args.resume)
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
@@ -1161,18 +1111,16 @@ def main(args: Args) -> dict[str, float]:
         state |= dict(progress=progress, episode=episode, buffers=buffers)
         save_checkpoint(run.dir / "latest.pth", state)
 
-    actors = [wire.take_turn for wire in wires] or [partial(robot.take_turn, actor)]
-    link = Link(actors, range(step, args.max_steps))
+    link = Link([wire.take_turn for wire in wires] or [take_turn], range(step, args.max_steps))
     link.publish(agent)
-    for thread in islice(cycle(link.actors), max(args.max_lead + 1, len(actors))):
-        link.grant(thread)
+    threads = [*link.actors]
+    for i in range(max(args.max_lead + 1, len(threads))):
+        link.grant(threads[i % len(threads)])
     try:
         while step < args.max_steps and not stop:
             # 1 collect: the actors do, see Robot.take_turn; the human's steps go into both buffers
             started = time.time()
             thread, record = link.receive()
-            if record is None:
-                continue
             for rb in (online_rb, demo_rb) if record["interventions"] else (online_rb,):
                 rb.insert(record)
             totals = [total + int(record[k]) for total, k in zip(totals, COUNTED, strict=True)]
@@ -1188,27 +1136,21 @@ def main(args: Args) -> dict[str, float]:
                 else:  # critic-only updates, then a full one
                     stats = agent.update(batch, full=(agent.updates + 1) % args.cta_ratio == 0)
                     stats.pop("td_errors", None)
-                demo_rows = batch["is_demo"].float().sum()
-                stats |= {"buffer/demo_rows": demo_rows, "buffer/online_rows": args.batch_size - demo_rows}
+                stats["buffer/demo_rows"] = demo_rows = batch["is_demo"].float().sum()
+                stats["buffer/online_rows"] = args.batch_size - demo_rows
                 window.append(stats)
             link.publish(agent)
-            numbers = [float(record["interventions"]), received - started, time.time() - received]
-            names = ("charts/intervention_rate", "time/rollout", "time/update")
-            window.append(dict(zip(names, torch.tensor(numbers), strict=True)))
+            seconds = {"time/rollout": received - started, "time/update": time.time() - received}
+            window.append(seconds | {"charts/intervention_rate": float(record["interventions"])})
 
             # 3 log
             if step % args.log_interval == 0 or last:
-                row = {name if "/" in name else f"losses/{name}": v for name, v in means(window).items()}
-                row |= {
-                    "charts/intervention_steps": totals[0],
-                    "charts/intervention_count": totals[1],
-                    "charts/episodes": totals[2],
-                    "charts/updates": agent.updates,
-                    "charts/SPS": step / (time.time() - run.start),
-                    "losses/skipped_steps": agent.skipped_steps,
-                    "buffer/online_size": len(online_rb),
-                    "buffer/demo_size": len(demo_rb),
-                }
+                row = {k if "/" in k else f"losses/{k}": mean for k, mean in means(window).items()}
+                names = ("charts/intervention_steps", "charts/intervention_count", "charts/episodes")
+                row |= dict(zip(names, totals, strict=True)) | {"charts/updates": agent.updates}
+                row |= {"buffer/online_size": len(online_rb), "buffer/demo_size": len(demo_rb)}
+                row["charts/SPS"] = step / (time.time() - run.start)
+                row["losses/skipped_steps"] = agent.skipped_steps
                 for name, values in zip(RESULTS, zip(*episodes, strict=True), strict=False):
                     row[f"charts/{name}"] = float(np.mean(values))
                 window = []
@@ -1223,8 +1165,8 @@ def main(args: Args) -> dict[str, float]:
             if row:
                 run.log({"global_step": step} | row)
                 metrics |= run.rows[-1]
-            shown = [f"{k.split('/')[1]} {metrics[k]:.3g}" for k in WATCHED if metrics.get(k) is not None]
-            run.status(" ".join(shown) or "collecting", step)
+            known = [key for key in WATCHED if metrics.get(key) is not None]
+            run.status(" ".join(f"{key.split('/')[1]} {metrics[key]:.3g}" for key in known), step)
 
             # 5 save, before the actor may go on: the checkpoint is of one moment
             if step % args.save_every == 0:
@@ -1246,7 +1188,10 @@ def main(args: Args) -> dict[str, float]:
         run.log({"global_step": step} | evaluate_robot(agent, judge, 20_000, args.report_episodes))
         metrics |= run.rows[-1]
     save_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
-    run.close("environment steps", PANELS)
+    panels = {"success": ["eval/success_rate", "charts/success_rate"]}
+    panels |= {"steps to success": ["eval/steps_to_success"]}
+    panels |= {"share of steps by the human": ["charts/intervention_rate"]}
+    run.close("environment steps", panels | {"values": ["losses/q_values", "losses/critic_loss"]})
     if world > 1:
         dist.destroy_process_group()
     shown = [f"{k[5:]} {metrics[k]:.3g}" for k in WATCHED[-2:] if metrics.get(k) is not None]

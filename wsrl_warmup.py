@@ -37,7 +37,6 @@ import signal
 import sys
 import tempfile
 import time
-import zipfile
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -54,8 +53,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from tyro.conf import UseAppendAction, arg
 
-# What a preset makes of an option that is left out. The design's document keeps the best 20 % of the
-# data, which can cost the warm policy: here it is half.
+# What a preset makes of an option that is left out. The design's document keeps the best 20 % of
+# the data, which can cost the warm policy: here it is half.
 OPTIONS = """offline_objective offline_steps warmup_rollout_steps learning_starts retention_ratio
     initial_offline_ratio offline_decay_rate min_offline_ratio num_critics utd_ratio
     use_prioritized_replay weighted_loss""".split()
@@ -67,6 +66,8 @@ PRESETS = {
     # cloning, then half of each batch from the data: the baseline to beat (arXiv:2603.27400)
     "bc": ("bc", 1_500, 0, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
 }
+WATCHED = """losses/critic_loss losses/actor_loss losses/alpha_loss losses/alpha
+    buffer/offline_frac eval/episodic_return""".split()
 
 
 # --- args ---
@@ -91,7 +92,7 @@ class Args:
     track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
     preset: Literal["design", "wsrl", "rlpd", "scratch", "bc"] = "design"  # fills what is left out
-    stage: Literal["offline", "online", "both"] | None = None  # None: online after a checkpoint_path
+    stage: Literal["offline", "online", "both"] | None = None  # None: online after checkpoint_path
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
     filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # rows it kept
@@ -113,8 +114,8 @@ class Args:
     dropout: float = 0.0  # share of hidden units of the actor dropped in its update
 
     # rollout
-    offline_steps: Steps = None  # updates before the first environment step (preset; a robot: 50000)
-    warmup_rollout_steps: int | None = None  # steps by the frozen policy, the paper's warm-up (preset)
+    offline_steps: Steps = None  # updates before the first env step (preset; a robot: 50000)
+    warmup_rollout_steps: int | None = None  # by the frozen policy, the paper's warm-up (preset)
     online_steps: int = 2_000  # environment steps after those
     learning_starts: int | None = None  # of them at random, without an update (preset)
 
@@ -153,7 +154,8 @@ class Args:
         if self.exp_name and not self.run_dir:
             self.run_dir = f"runs/{self.exp_name}__{self.seed}__{int(time.time())}"
         new = not (self.resume and self.run_dir and Path(self.run_dir, "latest.pth").exists())
-        warm, kept = (Path(x or "").is_file() for x in (self.checkpoint_path, self.filtered_data_path))
+        paths = (self.checkpoint_path, self.filtered_data_path)
+        warm, kept = (Path(path or "").is_file() for path in paths)
         if self.learner or (self.stage is None and warm and new):
             self.stage = "online"
         self.stage = self.stage or "both"
@@ -169,18 +171,18 @@ class Args:
             most = 1 if name in shares.split() else sys.maxsize
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least} to {most}")
-        floor, online = self.min_offline_ratio, self.stage == "online"
+        online, floor = self.stage == "online", self.min_offline_ratio
         reads = not online and (self.offline_steps or self.retention_ratio)
         ready = dict(offline=self.checkpoint_path, online=warm or not new, both=True)[self.stage]
-        for fine, message in (
-            (self.retention_ratio or not floor, "--min-offline-ratio above 0, and nothing is retained"),
-            (floor <= self.initial_offline_ratio, "--min-offline-ratio is above the initial one"),
-            (reads or not self.offline_data, f"--offline-data is not read: {self.preset}, {self.stage}"),
-            (ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
-            (online or not new or not (warm or kept), "nothing is overwritten: the warm-up is there"),
-            (self.run_dir or not self.resume, "--resume needs --run-dir"),
+        for wrong, message in (
+            (floor > self.initial_offline_ratio, "--min-offline-ratio is above the initial one"),
+            (floor and not self.retention_ratio, "--min-offline-ratio, but nothing is retained"),
+            (self.offline_data and not reads, "--offline-data would not be read"),
+            (not ready, f"--stage {self.stage} needs the --checkpoint-path of a warm-up"),
+            (new and not online and (warm or kept), "nothing is overwritten: the warm-up is there"),
+            (self.resume and not self.run_dir, "--resume needs --run-dir"),
         ):
-            if not fine:
+            if wrong:
                 raise ValueError(message)
 
 
@@ -192,8 +194,9 @@ COLUMNS = ("obs", "actions", "rewards", "next_obs", "terminations", "truncations
 
 
 def make_env(env_id: str):
-    """Flat float32 observations, actions in [-1,1]; scale and center lead back to its own actions."""
-    env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(gym.make(env_id)), np.float32)
+    """Flat float32 observations, actions in [-1,1]; scale and center lead back to its own."""
+    env = gym.wrappers.FlattenObservation(gym.make(env_id))
+    env = gym.wrappers.DtypeObservation(env, np.float32)
     low, high = env.action_space.low, env.action_space.high
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env.scale, env.center = (high - low) / 2, (high + low) / 2
@@ -238,13 +241,12 @@ def make_source(env, expert, name: str, size: int, rng) -> dict[str, np.ndarray]
 
 def make_sources(args: Args, names, folder: Path) -> list[str]:
     """An .npz of each name, by a script or a SAC run of its own; what is there is kept."""
-    scripts = {"Pendulum-v1": swing_up}
-    scripts["MountainCarContinuous-v0"] = lambda obs: np.where(obs[1:] >= 0, 1.0, -1.0)  # as it rolls
-    script = scripts.get(args.env_id)
+    scripts = {"MountainCarContinuous-v0": lambda obs: np.where(obs[1:] >= 0, 1.0, -1.0)}
+    script = (scripts | {"Pendulum-v1": swing_up}).get(args.env_id)
     experts = dict(demos=script, suboptimal=script, random=None)
     missing = [name for name in names if not (folder / f"{name}.npz").exists()]
     if script is None and {*missing} - {"random"}:
-        print(f"no script for {args.env_id}: {args.online_steps} steps of SAC play demos, half the rest")
+        print(f"no script for {args.env_id}: {args.online_steps} steps of SAC instead")
         with tempfile.TemporaryDirectory() as run:
             own = dict.fromkeys([*OPTIONS, "checkpoint_path", "filtered_data_path", "stage"])
             own |= dict(preset="scratch", make_data=False, eval_every=0, run_dir=run, resume=True)
@@ -264,29 +266,24 @@ class DemoUnpickler(pickle.Unpickler):
 
     ALLOWED = """numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct _codecs.encode
         numpy._core.multiarray.scalar numpy._core.numeric._frombuffer""".split()
+    TYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # as older files call it
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return self.dtype if name == "dtype" else super().find_class(module, name)
-
-    def dtype(self, code, *_):  # numpy's own constant: a file cannot give it flags that are not true
-        if not re.fullmatch("[biuf][1248]", code):
-            raise pickle.UnpicklingError(f"it holds numpy data of type {code!r}")
-        return np.dtype(code)
+        if name == "dtype":  # numpy's own constants: no file can give them false flags
+            return lambda code, *_: self.TYPES[code]
+        return super().find_class(module, name)
 
 
 def load_pickle(data: bytes) -> dict[str, list]:
     """Columns of a list of transitions; a nested one is named like observations/image."""
     columns, size = {}, 0
-    for opcode, argument, _ in pickletools.genops(data):  # read, nothing is built yet
+    for opcode, argument, _ in pickletools.genops(data):  # nothing is built yet
         if argument == ">" or ("PUT" in opcode.name and (argument or 0) > len(data)):
             raise ValueError("it is big-endian, or its memo is larger than the file")
-    rows = DemoUnpickler(io.BytesIO(data)).load()
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        raise ValueError("a list of transitions, each a dict, is expected")
-    for row in rows:
+    for row in DemoUnpickler(io.BytesIO(data)).load():
         for name, value in row.items():
             for key, item in value.items() if isinstance(value, dict) else [("", value)]:
                 columns.setdefault(f"{name}/{key}".rstrip("/"), []).append(item)
@@ -297,35 +294,31 @@ def load_pickle(data: bytes) -> dict[str, list]:
 
 
 def check_column(columns: dict, name: str, shape: tuple = (), dtype=np.float32) -> np.ndarray:
-    """A stranger's column, checked: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
-    column, expected = columns[name], f"expected {np.dtype(dtype)} numbers of shape {shape}"
-    if not isinstance(column, np.ndarray):  # of a pickle; a list is not an array, however small
-        for row, value in enumerate(column):
-            if not isinstance(value, np.ndarray | np.generic | int | float) or np.shape(value) != shape:
-                found = f"{type(value).__name__} {getattr(value, 'shape', '')}"
-                raise ValueError(f"{name} of row {row} is {found}, {expected}")
-        column = np.stack(column)
-    fits = column.dtype == dtype or (column.dtype.kind in "biuf" and dtype != np.uint8)
-    if column.shape != (len(columns["rewards"]), *shape) or not fits:
-        raise ValueError(f"{name} is {column.dtype} {column.shape}, {expected} in every row")
-    with np.errstate(over="ignore"):
-        column = column.astype(dtype)
-    wrong = ~np.isfinite(column).reshape(len(column), -1).all(1)
-    if name == "masks":
-        wrong |= (column < 0) | (column > 1)
-    if wrong.any():
-        raise ValueError(f"{name} of row {wrong.argmax()} is not finite in float32, or no mask")
-    return column
+    """A stranger's column: arrays or numbers, finite in float32, masks in [0,1].  (N,*shape)"""
+    column, rule = columns[name], "safe" if dtype == np.uint8 else "same_kind"
+    checked = np.zeros((len(columns["rewards"]), *shape), dtype)
+    if not len(column) == len(checked) > 0:
+        raise ValueError(f"there are {len(column)} {name} to {len(checked)} rewards")
+    for row, value in enumerate(column):  # a list is not an array, however small
+        numbers = isinstance(value, np.ndarray | np.generic | int | float)
+        kind = np.asarray(value).dtype if numbers else type(value).__name__
+        if not numbers or np.shape(value) != shape or not np.can_cast(kind, dtype, rule):
+            found, wanted = f"{kind} {getattr(value, 'shape', '')}", f"{np.dtype(dtype)} {shape}"
+            raise ValueError(f"{name} of row {row} is {found}, expected is {wanted}")
+        checked[row] = value
+        if not np.isfinite(checked[row]).all() or (name == "masks" and not 0 <= value <= 1):
+            raise ValueError(f"{name} of row {row} is not finite in float32, or no mask")
+    return checked
 
 
 def load_columns(path: str) -> dict:
-    """Of a .pkl or .npz of transitions: name -> list or array; nothing in it is checked yet."""
+    """Of a .pkl or .npz: name -> list or array, not checked yet."""
     try:
-        if zipfile.is_zipfile(path):  # an .npz, whatever its name
+        if path.endswith(".npz"):
             return dict(np.load(path, allow_pickle=False))
         return load_pickle(Path(path).read_bytes())
     except Exception as error:  # a damaged file raises almost any type
-        sys.exit(f"data file {path} is refused: {type(error).__name__}: {error}")
+        sys.exit(f"data file {path} holds no transitions: {type(error).__name__}: {error}")
 
 
 def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarray]:
@@ -333,16 +326,16 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
     if path.startswith("minari:"):
         import minari
 
-        episodes = list(minari.load_dataset(path[7:]).iterate_episodes())
-        if not isinstance(episodes[0].observations, np.ndarray):
-            sys.exit(f"data set {path} has observations of several parts: one flat vector is expected")
-        parts = [vars(e) | dict(obs=e.observations[:-1], next_obs=e.observations[1:]) for e in episodes]
-        raw = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+        episodes = [vars(each) for each in minari.load_dataset(path[7:]).iterate_episodes()]
+        for each in episodes:
+            each["obs"], each["next_obs"] = each["observations"][:-1], each["observations"][1:]
+        raw = {name: np.concatenate([each[name] for each in episodes]) for name in COLUMNS}
     else:
         raw = load_columns(path)
     try:
         if "dones" in raw:  # sac_hybrid.py's: a mask of 0 ends the value, too
-            raw = {k.removesuffix("/state").replace("observations", "obs"): x for k, x in raw.items()}
+            for name in [*raw]:
+                raw[name.removesuffix("/state").replace("observations", "obs")] = raw[name]
             dones = check_column(raw, "dones") != 0
             masks = check_column(dict(masks=1 - dones) | raw, "masks")
             raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
@@ -372,7 +365,8 @@ def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: 
     """Mean of success, return within its range, and the clock, each in [0,1]."""
     (low, high), rewards, success = return_range, trajectory["rewards"], succeeded(trajectory)
     part = np.clip((sum(rewards) - low) / (high - low), 0, 1) if high > low else 0.5
-    late, failed = min(1.0, len(rewards) / max_length), trajectory["terminations"][-1] and not success
+    failed = trajectory["terminations"][-1] and not success
+    late = min(1.0, len(rewards) / max_length)
     # a success is better the sooner (0.5 to 1), a failure the later (0 to 0.5), else 0.5
     clock = 1 - late / 2 if success else late / 2 if failed else 0.5
     return float((success + part + clock) / 3)
@@ -381,18 +375,18 @@ def compute_data_quality(trajectory: dict, return_range=(0.0, 1.0), max_length: 
 def row_dtype(env) -> np.dtype:
     """Of a replay buffer: actions in [-1,1], rewards scaled, what is known of a row's episode"""
     obs, action = env.observation_space.shape, env.action_space.shape
-    arrays, scalars = dict(obs=obs, next_obs=obs, actions=action), "rewards masks weights quality returns"
-    return np.dtype([(name, "f4", arrays.get(name, ())) for name in [*arrays, *scalars.split()]])
+    scalars = ["rewards", "masks", "weights", "quality", "returns"]
+    arrays = [("obs", "f4", obs), ("next_obs", "f4", obs), ("actions", "f4", action)]
+    return np.dtype(arrays + [(name, "f4") for name in scalars])
 
 
 def load_offline_data(args: Args, specs, env):
     """All sources as rows of a buffer, each row's number of its episode, mean return by source"""
     dtype, episodes, parts, returns = row_dtype(env), [], [], {}
     for spec in specs:
-        name, _, path = spec.partition("=") if "=" in spec.partition("/")[0] else ("demos", "", spec)
-        weight = dict(demos=args.demo_weight, random=0.5).get(name, 1.0)
-        if match := re.fullmatch(r"(.+):([0-9.]+)", path):
-            path, weight = match[1], float(match[2])
+        name, path, weight = re.fullmatch(r"(?:([^=/]*)=)?(.+?)(?::([0-9.]+))?", spec).groups()
+        name = name or "demos"
+        weight = float(weight or dict(demos=args.demo_weight, random=0.5).get(name, 1.0))
         columns = read_source(path, dtype["obs"].shape[0], len(env.scale))
         for rows in episode_slices(columns):
             episodes.append((weight, {key: columns[key][rows] for key in COLUMNS}))
@@ -407,12 +401,14 @@ def load_offline_data(args: Args, specs, env):
         rows["rewards"] = t["rewards"] * args.reward_scale
         rows["returns"], rows["quality"] = return_to_go(rows["rewards"], args.gamma), quality
         # warm-up: weights; an average quality of 0.5 is neutral
-        rows["weights"] = weight * (0.5 + quality) * (args.success_weight_bonus if succeeded(t) else 1)
+        bonus = args.success_weight_bonus if succeeded(t) else 1
+        rows["weights"] = weight * (0.5 + quality) * bonus
         parts.append(rows)
     for name, own in returns.items():
-        print(f"{name}: {len(own)} episodes, return {np.mean(own):.1f}", flush=True)
+        returns[name] = float(np.mean(own))
+        print(f"{name}: {len(own)} episodes, return {returns[name]:.1f}", flush=True)
     number = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    return np.concatenate(parts), number, {name: float(np.mean(own)) for name, own in returns.items()}
+    return np.concatenate(parts), number, returns
 
 
 # --- networks ---
@@ -485,12 +481,12 @@ class PrioritizedReplayBuffer:  # warm-up: replay
     def sample(self, batch_size: int, beta: float, rng: np.random.Generator):
         """-> row numbers, importance weights before they are divided by their maximum"""
         if not self.alpha:
-            return rng.integers(self.size, size=batch_size), np.ones(batch_size)
-        cumsum = self.priorities[: self.size].cumsum()  # 4 ms at 10^6 rows: no tree is needed
+            return rng.integers(len(self), size=batch_size), np.ones(batch_size)
+        cumsum = self.priorities[: len(self)].cumsum()  # 4 ms at 10^6 rows: no tree is needed
         inds = cumsum.searchsorted(rng.random(batch_size) * cumsum[-1], side="right")
-        inds = inds.clip(max=self.size - 1)  # rounding must not lead beyond the last row
+        inds = inds.clip(max=len(self) - 1)  # rounding must not lead beyond the last row
         probabilities = self.priorities[inds] / cumsum[-1]
-        return inds, (self.size * probabilities) ** -beta  # arXiv:1511.05952, section 3.4
+        return inds, (len(self) * probabilities) ** -beta  # arXiv:1511.05952, section 3.4
 
     def update_priorities(self, inds, td_errors):
         self.priorities[inds] = (np.abs(td_errors).astype(np.float64) + 1e-6) ** self.alpha
@@ -504,22 +500,22 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return kept
 
     def state_dict(self) -> dict:
-        rows = torch.from_numpy(self.rows[: self.size].view(np.uint8).copy())
-        priorities = torch.from_numpy(self.priorities[: self.size].copy())
+        rows = torch.tensor(self.rows[: self.size].view(np.uint8))  # copies
+        priorities = torch.tensor(self.priorities[: self.size])
         return dict(rows=rows, priorities=priorities, at=self.at, max_priority=self.max_priority)
 
     def load_state_dict(self, state: dict):
         rows = state["rows"].numpy().view(self.rows.dtype)
         self.__init__(max(len(rows), len(self.rows)), rows.dtype, self.alpha, rows)
         self.priorities[: self.size] = state["priorities"].numpy()
-        self.at, self.max_priority = int(state["at"]), float(state["max_priority"])
+        self.at, self.max_priority = state["at"], state["max_priority"]
 
 
 def compute_priorities(buffer: PrioritizedReplayBuffer, by: str, agent=None):
     """What filter_offline_data ranks rows by.  -> (N,)"""
     if by != "td_error":
-        return buffer.rows[{"reward": "rewards", "quality": "quality"}[by]][: buffer.size]
-    pieces = np.array_split(buffer.rows[: buffer.size], math.ceil(buffer.size / 4096))
+        return buffer.rows[{"reward": "rewards", "quality": "quality"}[by]][: len(buffer)]
+    pieces = np.array_split(buffer.rows[: len(buffer)], math.ceil(len(buffer) / 4096))
     errors = [agent.errors(tensors(rows, agent.device))[0] for rows in pieces]  # (E,N) each
     return torch.cat(errors, 1).mean(0).abs().cpu().numpy()
 
@@ -528,7 +524,7 @@ def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality
     """The best rows, in arrays of their own: the rest is released with the old ones."""
     if retention_ratio == 1 or not len(buffer):
         return buffer
-    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1 at least, unless 0
+    top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1, unless 0
     priorities = compute_priorities(buffer, by, agent) if top_k else buffer.priorities
     return buffer.select_top_k(priorities, top_k)
 
@@ -547,7 +543,7 @@ def tensors(rows: np.ndarray, device) -> dict[str, torch.Tensor]:
 
 
 def sample_mixed(args, buffers, split, beta: float, rng, device):
-    """Rows of both, shuffled, with their weights.  -> batch; buffer, row numbers, places of each part"""
+    """Rows of both, shuffled, with weights.  -> batch; buffer, row numbers, places of each part"""
     draws = [(rb, *rb.sample(n, beta, rng)) for rb, n in zip(buffers, split, strict=True) if n]
     order = rng.permutation(sum(split))
     batch = tensors(np.concatenate([rb.rows[inds] for rb, inds, _ in draws])[order], device)
@@ -563,7 +559,7 @@ def sample_mixed(args, buffers, split, beta: float, rng, device):
 
 # --- math ---
 def tanh_normal(mean, std, noise):
-    """tanh(u), u = mean + std * noise; its log density, eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
+    """tanh(mean + std * noise), its log density: eq. 26 of arXiv:1812.05905.  -> (N,C), (N,)"""
     u = mean + std * noise
     logprobs = -0.5 * noise**2 - std.log() - 0.5 * math.log(2 * math.pi)
     logprobs = logprobs - 2 * (math.log(2) - u - F.softplus(-2 * u))  # finite for every u
@@ -577,15 +573,15 @@ def td_target(rewards, masks, next_q_values, gamma, entropy_bonus=0.0):
 
 
 def flatten(parameters: list) -> torch.Tensor:
-    """One vector that the parameters are views of from now on: Adam is one operation, not one a layer."""
+    """One vector that the parameters are views of from now on, so that Adam is one operation."""
     vector = nn.utils.parameters_to_vector(parameters).detach()  # a copy
     nn.utils.vector_to_parameters(vector, parameters)
     return vector
 
 
 def apply_gradients(loss, *groups) -> bool:
-    """A step of each (parameters, optimizer of their vector); of none, and False, if one is not finite."""
-    # autograd.grad, not backward: no other weight collects a gradient, as the critic's in the actor's loss
+    """One step of each (parameters, optimizer); of none, and False, if a gradient is not finite."""
+    # autograd.grad, not backward: the actor's loss leaves no gradient in the critic
     inputs = [param for params, _ in groups for param in params]
     grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
     vector = torch.cat([grad.reshape(-1) for grad in grads])
@@ -598,11 +594,8 @@ def apply_gradients(loss, *groups) -> bool:
 
 
 class SAC(nn.Module):
-    """Soft actor-critic (arXiv:1812.05905) on the features of an encoder, the same in both scripts.
-
-    A subclass adds heads of the critic, `more_critic_losses` and `more_actor_losses`; the rows of a
-    batch come with weights.
-    """
+    """Soft actor-critic (arXiv:1812.05905) on an encoder's features, the same in both scripts.
+    A subclass adds heads, `more_critic_losses` and `more_actor_losses`; rows come with weights."""
 
     def __init__(self, encoder, action_dim: int, target_entropy: float, device, args, **heads):
         super().__init__()
@@ -614,7 +607,7 @@ class SAC(nn.Module):
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.args, self.target_entropy, self.device = args, target_entropy, torch.device(device)
         self.updates = self.skipped_steps = self.skipped_in_a_row = 0
-        self.to(device).eval()  # dropout, where there is some, is for the actor's update alone
+        self.to(device).eval()
         groups = [*self.critic.parameters()], [*self.actor.parameters(), self.raw_alpha]
         vectors = [flatten(params) for params in groups]
         self.flat_critic, self.flat_target = vectors[0], flatten([*self.critic_target.parameters()])
@@ -633,20 +626,19 @@ class SAC(nn.Module):
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def bellman(self, batch):
-        """-> features (N,F), the same of next_obs, by fast and slow encoder, q_values (E,N), target (N,)"""
+        """-> features (N,F), next ones by fast and slow encoder, q_values (E,N), target (N,)"""
         features = self.critic.encoder(batch["obs"])
         with torch.no_grad():
             following = self.critic.encoder(batch["next_obs"])
             slow = self.critic_target.encoder(batch["next_obs"])
             mean, std = self.policy(following)
             next_actions, next_logprobs = tanh_normal(mean, std, self.noise(mean))
-            next_q_values = self.critic_target.qf(slow, next_actions)  # (E,N)
-            if self.args.num_sampled_critics < self.args.num_critics:  # as in REDQ (arXiv:2101.05982)
+            next_q = self.critic_target.qf(slow, next_actions)  # (E,N)
+            if self.args.num_sampled_critics < self.args.num_critics:  # REDQ (arXiv:2101.05982)
                 chosen = torch.randperm(self.args.num_critics)[: self.args.num_sampled_critics]
-                next_q_values = next_q_values[chosen.to(mean.device)]
+                next_q = next_q[chosen.to(mean.device)]
             bonus = -self.alpha() * next_logprobs if self.args.backup_entropy else 0.0
-            rewards = (batch["rewards"], batch["masks"])
-            target = td_target(*rewards, next_q_values, self.args.gamma, bonus)
+            target = td_target(batch["rewards"], batch["masks"], next_q, self.args.gamma, bonus)
         return features, following, slow, self.critic.qf(features, batch["actions"]), target
 
     def actor_losses(self, batch, features):
@@ -661,7 +653,7 @@ class SAC(nn.Module):
 
     def update(self, batch: dict, full: bool = True) -> dict[str, torch.Tensor]:
         """One update; `full` includes actor and temperature. A non-finite gradient goes nowhere."""
-        # no generator has a history; torch.manual_seed does the same for every device and takes longer
+        # no generator has a history; torch.manual_seed takes longer: it seeds every device
         torch.default_generator.manual_seed(self.args.seed * 1_000_003 + self.updates)
         features, *following, q_values, target = self.bellman(batch)
         td_errors = q_values - target  # (E,N)
@@ -669,14 +661,13 @@ class SAC(nn.Module):
         losses |= self.more_critic_losses(batch, features, *following, q_values)
         applied = apply_gradients(sum(losses.values()), self.critic_group)
         if full and applied:
-            self.actor.train()
             actor_losses = self.actor_losses(batch, features.detach())
-            self.actor.eval()
             applied = apply_gradients(sum(actor_losses.values()), self.actor_group)
             losses |= actor_losses | dict(alpha=self.alpha())
         if applied:
             self.flat_target.lerp_(self.flat_critic, self.args.tau)  # Polyak averaging
-        return self.count(applied, losses | dict(q_values=q_values.mean(), td_errors=td_errors.mean(0)))
+        losses |= dict(q_values=q_values.mean(), td_errors=td_errors.mean(0))
+        return self.count(applied, losses)
 
     def count(self, applied: bool, stats: dict) -> dict:
         self.updates, self.skipped_steps = self.updates + 1, self.skipped_steps + (not applied)
@@ -693,7 +684,7 @@ class SAC(nn.Module):
         self.updates, self.skipped_steps, self.skipped_in_a_row = state["counters"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(copy.deepcopy(saved))  # it would keep those very tensors
-            optimizer.param_groups[0]["lr"] = self.args.lr  # moments come from the file, the rate does not
+            optimizer.param_groups[0]["lr"] = self.args.lr  # the rate is not that of the file
 
 
 def offline_ratio_at(step: int, initial: float, decay: float, floor: float) -> float:
@@ -713,7 +704,7 @@ def batch_weights(*factors):
 
 
 def statistics(space, obs):
-    """Mean and spread of the data's observations; without data, of the space's bounds.  -> (D,), (D,)"""
+    """Mean and spread of the data's observations, or of the space's bounds.  -> (D,), (D,)"""
     low, high = np.float64(space.low), np.float64(space.high)
     bounded = high - low < 1e6
     half = np.where(bounded, high - low, 2.0) / 2
@@ -750,9 +741,8 @@ class WarmupAgent(SAC):
     def __init__(self, args, action_scale, mean, std, device="cpu"):
         """Half range of the environment's actions (A,); mean and std of its observations (D,)"""
         torch.manual_seed(args.seed)
-        dim = len(action_scale)
+        self.action_scale, dim = np.asarray(action_scale), len(action_scale)
         super().__init__(Normalizer(mean, std), dim, -0.5 * dim, device, args)
-        self.action_scale = np.asarray(action_scale)
         self.enter(0)
 
     def enter(self, env_steps: int):
@@ -768,31 +758,33 @@ class WarmupAgent(SAC):
         if not self.cql_alpha:
             return {}
         # warm-up: conservative; densities are those of actions in the environment's units
-        size, k, unit = len(features), self.K, float(np.log(self.action_scale).sum())
+        size, k, scale = len(features), self.K, self.action_scale
         with torch.no_grad():
-            actions = [torch.rand(size, k, len(self.action_scale)).to(self.device) * 2 - 1]
-            logs = [torch.full((size, k), -float(np.log(2 * self.action_scale).sum())).to(self.device)]
+            actions = [torch.rand(size, k, len(scale)).to(self.device) * 2 - 1]
+            logs = [torch.full((size, k), -float(np.log(2 * scale).sum())).to(self.device)]
             for at in (features, next_features):  # both judged at s
                 mean, std = (x[:, None].expand(-1, k, -1) for x in self.policy(at))
                 sampled, logprobs = tanh_normal(mean, std, self.noise(mean))
                 actions.append(sampled)
-                logs.append(logprobs - unit)
+                logs.append(logprobs - float(np.log(scale).sum()))
         actions, logs = torch.cat(actions, 1), torch.cat(logs, 1)  # (N,M,A), (N,M)
         repeated = features[:, None].expand(-1, 3 * k, -1).flatten(0, 1)
         all_q = self.critic.qf(repeated, actions.flatten(0, 1)).unflatten(1, (size, -1))  # (E,N,M)
         if self.args.offline_objective == "calql":
             all_q = calibrate(all_q, batch["returns"], k)
-        # an online row has been tried, there is nothing to hold back
-        known = batch["returns"] > -math.inf
-        gap = (conservative_gap(all_q, logs, q_values) * known).mean()
+        offline = batch["returns"] > -math.inf  # an online row has been tried
+        gap = (conservative_gap(all_q, logs, q_values) * offline).mean()
         return {"cql_loss": self.cql_alpha * gap}
 
     def actor_losses(self, batch, features):
-        if not self.cloning:
-            return super().actor_losses(batch, features)
-        # warm-up: cloning
-        error = (self.policy(features)[0].tanh() - batch["actions"]).square().sum(-1)
-        return {"actor_loss": (batch["actor_weights"] * error).mean()}
+        self.actor.train()  # dropout, where there is some, is for this alone
+        if self.cloning:  # warm-up: cloning
+            error = (self.policy(features)[0].tanh() - batch["actions"]).square().sum(-1)
+            losses = {"actor_loss": (batch["actor_weights"] * error).mean()}
+        else:
+            losses = super().actor_losses(batch, features)
+        self.actor.eval()
+        return losses
 
     def more_actor_losses(self, batch, mean):
         if not self.bc_weight:
@@ -869,18 +861,17 @@ class Collector:
 
     def state_dict(self) -> dict:
         obs = None if self.obs is None else torch.from_numpy(self.obs)
-        actions = torch.from_numpy(np.array(self.actions, np.float32))
+        actions = torch.tensor(np.array(self.actions, np.float32))
         return dict(obs=obs, actions=actions, start=self.start, episodes=self.episodes)
 
     def load_state_dict(self, state: dict):
         """Plays the episode again; where that leads elsewhere (a real arm), a new one begins."""
-        if state["obs"] is not None:
-            self.begin(state["start"])
-            for action in state["actions"].numpy():
-                if self.obs is not None:
-                    self.step(action)
-            if self.obs is None or not np.array_equal(self.obs, state["obs"].numpy()):
-                self.obs, self.actions = None, []
+        self.begin(state["start"])
+        for action in state["actions"].numpy():
+            if self.obs is not None:
+                self.step(action)
+        if not np.array_equal(self.obs, state["obs"]):
+            self.obs, self.actions = None, []
         self.episodes = state["episodes"]
 
 
@@ -965,9 +956,9 @@ def catch_signals() -> list[int]:
 
 
 def means(window: list[dict]) -> dict[str, float]:
-    """Of each metric over the updates that had it; tensors until here: nothing waited for the device."""
+    """Of each metric, over the updates that had it; nothing waited for the device until here."""
     names = dict.fromkeys(name for stats in window for name in stats)
-    columns = {name: [stats[name].cpu() for stats in window if name in stats] for name in names}
+    columns = {k: [torch.as_tensor(row[k]).cpu() for row in window if k in row] for k in names}
     return {name: torch.stack(column).float().mean().item() for name, column in columns.items()}
 
 
@@ -994,8 +985,7 @@ def main(args: Args) -> dict[str, float]:
     handed_over = args.stage == "online" and not going_on
     if going_on or handed_over:
         saved = load_checkpoint(path if going_on else args.checkpoint_path, "step")
-        changed = {k: v for k, v in vars(args).items() if saved["args"].get(k) != v}
-        print(f"going on after step {saved['step']}, with changed options: {changed}")
+        print(f"going on after step {saved['step']}")
         args.offline_steps = saved["args"]["offline_steps"]
     online_steps = args.warmup_rollout_steps + args.online_steps
     total = args.offline_steps + (online_steps if args.stage != "offline" else 0)
@@ -1009,7 +999,7 @@ def main(args: Args) -> dict[str, float]:
     for target in filter(None, (args.checkpoint_path, args.filtered_data_path)):
         Path(target).parent.mkdir(parents=True, exist_ok=True)  # now, not after the warm-up
     run = Run(args, total, saved["rows"] if going_on else (), exist_ok=args.resume)
-    stop, step, window, line = catch_signals(), 0, [], ""
+    stop, step, window = catch_signals(), 0, []
     metrics = {name: value for row in run.rows for name, value in row.items()}  # the latest of each
     print(f"preset {args.preset}:", *(f"{name} {getattr(args, name)}" for name in OPTIONS))
 
@@ -1025,19 +1015,19 @@ def main(args: Args) -> dict[str, float]:
     agent = WarmupAgent(args, env.scale, mean, std, device)
     collector = Collector(args, env)
     del rows
-    early = dict(best_error=math.inf, stale=0, best=None)  # checks since the best error, its weights
+    early = dict(best_error=math.inf, stale=0, best=None)  # stale: checks since the best error
     parts = dict(agent=agent, collector=collector, online_rb=online_rb, offline_rb=offline_rb)
     parts["heldout_rb"], retention = heldout_rb, (args.retention_ratio, args.retention_by, agent)
 
     def save(target: Path):
         state = {name: part.state_dict() for name, part in parts.items()}
-        state |= dict(step=step, rows=run.rows, early=early, returns=returns, window=window)
+        state |= dict(rows=run.rows, step=step, progress=(early, returns, window))
         save_checkpoint(target, state | agent.checkpoint())
 
     if saved:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-        step, early, returns, window = (saved[name] for name in ("step", "early", "returns", "window"))
+        step, (early, returns, window) = saved["step"], saved["progress"]
         if handed_over and args.filtered_data_path:
             offline_rb.load_state_dict(load_checkpoint(args.filtered_data_path, "priorities"))
     elif not args.offline_steps:
@@ -1063,12 +1053,14 @@ def main(args: Args) -> dict[str, float]:
             num_updates = args.utd_ratio if env_steps > idle else 0
             decay = (args.initial_offline_ratio, args.offline_decay_rate, args.min_offline_ratio)
             ratio = offline_ratio_at(env_steps, *decay)
+        progress = step / (args.offline_steps + online_steps)
+        beta = priority_beta_schedule(progress, args.priority_beta)
+        sizes = (len(offline_rb) if ratio else 0, len(online_rb))
+        split = split_rows(args.batch_size, ratio, *sizes)
 
         # 2 update
         for i in range(num_updates):
             rng = np.random.default_rng([args.seed, 5, step, i])
-            beta = priority_beta_schedule(step / (args.offline_steps + online_steps), args.priority_beta)
-            split = split_rows(args.batch_size, ratio, len(offline_rb) if ratio else 0, len(online_rb))
             batch, draws = sample_mixed(args, (offline_rb, online_rb), split, beta, rng, device)
             if args.obs_noise and not env_steps:
                 for name in ("obs", "next_obs"):
@@ -1078,7 +1070,7 @@ def main(args: Args) -> dict[str, float]:
             errors = stats.pop("td_errors").cpu().numpy() if stats else None
             for rb, inds, place in draws if stats else ():
                 rb.update_priorities(inds, errors[place])
-            window.append(stats | {"buffer/offline_frac": torch.tensor(split[0] / args.batch_size)})
+            window.append(stats | {"buffer/offline_frac": split[0] / args.batch_size})
 
         # 3 go online
         if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
@@ -1104,14 +1096,15 @@ def main(args: Args) -> dict[str, float]:
             row |= evaluate_policy(agent, judge, args.eval_episodes)
         if switching:
             # which deserves trust online, the data or the policy made of them (arXiv:2510.01460)?
-            data, own = " ".join(f"{k} {x:.1f}" for k, x in returns.items()), row["eval/episodic_return"]
+            data = " ".join(f"{name} {value:.1f}" for name, value in returns.items())
+            own = row["eval/episodic_return"]
             trusted = "policy" if own >= max(returns.values()) else "data"
             tqdm.write(f"switch: return of {data}, of the policy {own:.1f}: trust the {trusted}")
 
         # 5 log
         if row or last or step % args.log_interval == 0:
             row |= {k if "/" in k else f"losses/{k}": mean for k, mean in means(window).items()}
-            row |= {"global_step": step, "charts/env_steps": env_steps, "charts/updates": agent.updates}
+            row |= {"charts/env_steps": env_steps, "charts/updates": agent.updates}
             row |= {"buffer/online_size": len(online_rb), "buffer/offline_size": len(offline_rb)}
             row["buffer/offline_bytes"] = offline_rb.rows.nbytes
             row["charts/SPS"] = step / (time.time() - run.start)
@@ -1119,12 +1112,10 @@ def main(args: Args) -> dict[str, float]:
             if collector.episodes:
                 names = ("charts/episodic_return", "charts/episodic_length")
                 row |= zip(names, np.mean(collector.episodes, 0).tolist(), strict=True)
-            run.log(row)
-            metrics, window = metrics | row, []
-            watched = [f"losses/{k}" for k in ("critic_loss", "actor_loss", "alpha_loss", "alpha")]
-            watched += ["buffer/offline_frac", "eval/episodic_return"]
-            line = " ".join(f"{k.split('/')[1]} {metrics[k]:.3g}" for k in watched if metrics.get(k))
-        run.status(line, step)
+            run.log({"global_step": step} | row)
+            metrics, window = metrics | run.rows[-1], []
+        known = [key for key in WATCHED if metrics.get(key) is not None]
+        run.status(" ".join(f"{key.split('/')[1]} {metrics[key]:.3g}" for key in known), step)
 
         # 6 save; what is handed over comes first: resumed after the switch, nothing would write it
         if switching and args.filtered_data_path:

@@ -12,6 +12,7 @@ Ratios are medians over short rounds.
 
 import argparse
 import csv
+import ctypes
 import sys
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sac_hybrid import Args, FrameBuffer, Robot, SACHybridAgent, keep_memory, sample_batch
+from sac_hybrid import Args, FrameBuffer, Robot, SACHybridAgent, sample_batch
 
 OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 10, 21
 
@@ -44,7 +45,9 @@ def main():
     except ImportError:
         raise SystemExit("benchmark/sac_speed.py: needs an optional package: pip install stable-baselines3") from None
     torch.set_num_threads(1)
-    keep_memory()  # for both: it is the same process
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # glibc's: other C libraries have none
+    mallopt(-3, 2**28)  # M_MMAP_THRESHOLD: freed blocks are kept, for both: it is the same process
+    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
     rng = np.random.default_rng(0)
     peer = stable_baselines3.SAC("MlpPolicy", Blank(), batch_size=BATCH, buffer_size=10_000, device="cpu", seed=0)
     peer.set_logger(configure(format_strings=[]))

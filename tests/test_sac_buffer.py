@@ -35,7 +35,7 @@ def test_a_gap_or_an_end_costs_one_frame_more():
     for step in (5, 6, 10, 11):
         buffer.insert(record(step, step + 1))
     assert pairs(buffer) == {(5, 6), (6, 7), (10, 11), (11, 12)}
-    assert len(buffer) == 4 and buffer.used == 6  # N + E frames
+    assert len(buffer) == 4 and buffer.written == 6  # N + E frames
     image = [("image", "u1", (64, 64, 3))]  # a frame is stored once: 200 000 take 2.46 GB, not yet touched
     row = np.dtype([("obs", image), ("next_obs", image), ("actions", "f4", (7,)), *((name, "f4") for name in SCALARS)])
     assert FrameBuffer(200_000, row).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)

@@ -155,7 +155,7 @@ NEXT = DEMOS[4]["next_observations"]
     (dict(rewards=1e308), ["rewards of row 4", "float32"]),
     (dict(rewards="1"), ["rewards of row 4", "str"]),
     (dict(masks=7.0), ["masks of row 4"]),
-    (dict(observations=3.0), ["observations/image", "every row"]),
+    (dict(observations=3.0), ["34 observations/image"]),
     (dict(next_observations=NEXT | {"image": np.zeros((3, 32, 32), np.uint8)}), ["row 4", "(3, 32, 32)"]),
     (dict(next_observations=NEXT | {"image": np.zeros((32, 32, 3), np.float32)}), ["next_observations/image", "uint8"]),
 ])  # fmt: skip

@@ -335,7 +335,6 @@ def test_the_command_line(capsys):
         main(tyro.cli(Args, args=manual.split()))
 
 
-def test_a_buffer_that_memory_cannot_hold_and_one_that_cannot_hold_the_demos(tmp_path):
-    for size, words in ((10**9, "GB of frames do not fit"), (20, "less than")):
-        with pytest.raises(SystemExit, match=words):
-            main(Args(**TINY, buffer_size=size, run_dir=str(tmp_path / "run")))
+def test_a_buffer_that_memory_cannot_hold(tmp_path):
+    with pytest.raises(SystemExit, match="GB of frames do not fit"):
+        main(Args(**TINY, buffer_size=10**9, run_dir=str(tmp_path / "run")))

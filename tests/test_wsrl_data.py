@@ -136,9 +136,6 @@ def test_minari_episodes(monkeypatch):
     columns = read_source("minari:a/b-v0", 3, 1)
     assert len(columns["rewards"]) == 8 and (columns["next_obs"][:4] == c["next_obs"]).all()
     assert [s.stop for s in episode_slices(columns)] == [4, 8]  # the second starts over: no row continues
-    episodes[0].observations = {"position": np.zeros(5)}
-    with pytest.raises(SystemExit, match="a/b-v0 has observations of several parts"):
-        read_source("minari:a/b-v0", 3, 1)
 
 
 def test_a_trajectory_cut_in_two_is_two(tmp_path):
