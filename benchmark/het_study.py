@@ -35,7 +35,7 @@ STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
 SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (101, 102)
 COLUMNS = ["game", "arm", "learning_rate", "epochs", "seed", "global_step", "cpu_seconds"]
 COLUMNS += ["unguided", "guided", "unseen", "off_p99"]
-ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
+ROLLOUTS, FILL, EVAL_SIZE, EVALUATIONS = 10_240, 768, 480, 3
 GAMES = {  # the pool grows with every iteration
     "lock": dict(updated_freq=1),
     "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
@@ -45,11 +45,14 @@ GAMES = {  # the pool grows with every iteration
     "luckier": dict(updated_freq=1, env=f"{HERE}/locks.py:Luckier"),
     "told": dict(updated_freq=1, env=f"{HERE}/locks.py:Told"),
     "worn": dict(updated_freq=1, env=f"{HERE}/locks.py:Worn", max_turns=5),
+    "noisy": dict(updated_freq=1, env=f"{HERE}/locks.py:Noisy"),
+    "noisier": dict(updated_freq=1, env=f"{HERE}/locks.py:Noisier"),
 }
 REPORTED = {"lock": "twelve locks, seven turns", "lucky": "locks that luck opens, too"}
 REPORTED |= {"lucky long": "locks that luck opens, too: twice the rollouts"}
 REPORTED |= {"lake": "twelve frozen lakes, ten turns"}
-SETTINGS = {"2e-3 x 1": (2e-3, 1), "1e-3 x 1": (1e-3, 1), "1e-3 x 2": (1e-3, 2)}  # learning rate x epochs
+NAMES = ("4e-3 x 1", "2e-3 x 1", "1e-3 x 1", "5e-4 x 1", "2e-3 x 2", "1e-3 x 2")  # learning rate x epochs
+SETTINGS = {name: (float(name[:4]), int(name[-1])) for name in NAMES}
 CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
@@ -66,6 +69,8 @@ ARMS = {
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
     "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
+    "sft, two shortest": dict(method="sft", max_trajectories_per_task=2),
+    "sd, coefficient 0.3": dict(method="sd", sd_coef=0.3),
 }
 PUBLISHED = ["recorded log-probs", "retirement"]
 MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
@@ -120,7 +125,7 @@ def run(job):
     het.validate, het.Run.close = untimed(het.validate), lambda *args: None
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, update_epochs=epochs, seed=seed)
-        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
+        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / EVALUATIONS))
         options |= dict(eval_size=EVAL_SIZE, run_dir=f"{folder}/run")
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))
@@ -236,7 +241,9 @@ if __name__ == "__main__":
     parser.add_argument("--arms", nargs="*", choices=ARMS, help="other than those that are reported")
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="other than the chosen one of an arm")
+    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of a run, beside that of its start")
     options = parser.parse_args()
+    EVALUATIONS = options.evaluations
     path = TUNING if options.tune else STUDY
     done, jobs = read(path), []
     for game in options.games:
