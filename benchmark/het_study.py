@@ -113,7 +113,7 @@ def run(job):
         return wrapped
 
     def practise(policy, env, dialogue, args):
-        names = "seed env num_families max_turns warm_start_steps warm_start_follow".split()
+        names = "seed env num_families max_turns warm_start_steps".split()
         key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
