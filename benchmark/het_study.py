@@ -72,6 +72,8 @@ ARMS = {
     "sft, two shortest": dict(method="sft", max_trajectories_per_task=2),
     "sd, coefficient 0.3": dict(method="sd", sd_coef=0.3),
 }
+RIVALS = [("lock", arm) for arm in ("sft", "sft, two shortest", "sd", "sd, coefficient 0.3")]  # a grid of their own
+SEARCHED = ["lucky long", "luckier", "told", "worn", "noisy", "noisier"]
 PUBLISHED = ["recorded log-probs", "retirement"]
 MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
 MAIN |= dict.fromkeys(("lucky", "lucky long"), ["baseline", "baseline + replay", "sft, no advice"])
@@ -177,15 +179,49 @@ def table(game, curves, arms=ARMS):
     return "\n".join(lines)
 
 
-def grid(curves):
-    """Markdown: unguided success on the tuning seeds, a row per game, arm and setting."""
-    lines = ["| game | arm | setting | seeds 101, 102 |", "|---|---|---|---|"]
-    for game in GAMES:
-        for arm in ARMS:
-            for setting in SETTINGS.values():
-                mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
-                found = " ".join(f"{x:.2f}" for x in numbers(mine, "unguided"))
-                lines += [f"| {game} | {arm} | {setting[0]:g} x {setting[1]} | {found} |"] if found else []
+def ends(curves, game, arm, setting):
+    """Unguided success at the end of each tuning run, or a dash."""
+    mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+    return " ".join(f"{x:.2f}" for x in numbers(mine, "unguided")) or "–"
+
+
+def grid(game, curves):
+    """Markdown: unguided success on the tuning seeds, a row per arm, a column per setting that somebody tried."""
+    mine = {key for key in curves if key[0] == game and (game, key[1]) not in RIVALS}
+    tried = [setting for setting in SETTINGS.values() if setting in {key[2] for key in mine}]
+    lines = [f"| {game} | " + " | ".join(f"{rate:g} x {epochs}" for rate, epochs in tried) + " |"]
+    lines.append("|---|" + "---|" * len(tried))
+    for arm in (arm for arm in ARMS if arm in {key[1] for key in mine}):
+        lines.append("| " + " | ".join([arm, *(ends(curves, game, arm, setting) for setting in tried)]) + " |")
+    return "\n".join(lines)
+
+
+def search(curves):
+    """Markdown: games that ought to need more than imitation, on the tuning seeds, every arm at its best setting."""
+    lines = ["| arm | " + " | ".join(SEARCHED) + " |", "|---|" + "---|" * len(SEARCHED)]
+
+    def mean(cell):
+        return -1.0 if cell == "–" else statistics.mean(map(float, cell.split()))
+
+    for arm in (arm for arm in ARMS if any(key[0] in SEARCHED and key[1] == arm for key in curves)):
+        cells = [max((ends(curves, game, arm, x) for x in SETTINGS.values()), key=mean) for game in SEARCHED]
+        lines.append("| " + " | ".join([arm, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def early(curves, bar=0.9):
+    """Markdown: how soon the rivals are there, on the tuning seeds of the lock; the first evaluation at the bar."""
+    lines = ["| arm | lr x epochs | unguided success | guided | rollouts to .9 | CPU s to .9 |"]
+    lines.append("|---|---|---|---|---|---|")
+    for game, arm in RIVALS:
+        for setting in sorted({key[2] for key in curves if key[:2] == (game, arm)}, reverse=True):
+            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+            cells = [arm, f"{setting[0]:g} x {setting[1]}"]
+            cells += [" ".join(f"{x:.2f}" for x in numbers(mine, column)) for column in ("unguided", "guided")]
+            there = [next((row for row in curve if float(row["unguided"]) >= bar), None) for curve in mine]
+            for column in ("global_step", "cpu_seconds"):
+                cells.append(" ".join(f"{float(row[column]):,.0f}" if row else "–" for row in there))
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -265,6 +301,8 @@ if __name__ == "__main__":
         if any(key[0] == game for key in read(STUDY)):
             print(f"\n{title}\n\n{table(game, read(STUDY), [arm for arm in ARMS if arm not in PUBLISHED])}")
     print(f"\nreplay as published\n\n{table('lock', read(STUDY), ['baseline + replay', *PUBLISHED])}")
-    print(f"\n{guard(read(STUDY))}\n\n{grid(read(TUNING))}")
+    print(f"\n{guard(read(STUDY))}\n\n{early(read(TUNING))}\n\n{search(read(TUNING))}")
+    for game in ("lock", "lucky", "lake"):
+        print(f"\n{grid(game, read(TUNING))}")
     if read(STUDY) and not options.tune:
         plot(read(STUDY), HERE.parent / "docs" / "het_study.png")
