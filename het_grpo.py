@@ -325,19 +325,14 @@ def token_logprobs(logits, ids, temperature, max_logits=2**25):
     return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
 
 
-def make_word_tokenizer(words: list[str]):
-    """One token per word, so that one code path serves all models."""
-    ids = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def load_agent(args, words: list[str]):
     """-> causal LM, tokenizer, the ids that end a turn (E,)"""
-    if args.model_name is None:
-        tokenizer = make_word_tokenizer(words)
+    if args.model_name is None:  # one token per word
+        ids = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+        by_word = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+        by_word.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+        marks = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_word, **marks)
         sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
         special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
         config = transformers.LlamaConfig(**sizes, **special, num_attention_heads=4)
@@ -394,7 +389,7 @@ def words_of(text: str) -> frozenset:
 
 
 class ExperiencePool:
-    """What successes on training tasks did, found by the words of the question at hand."""
+    """What successes on training tasks did, found by the words of a question."""
 
     def __init__(self, args, held_out: list[int], size=1_000):
         self.records: list[dict] = []  # task, topic, text, step that wrote it
@@ -470,7 +465,7 @@ class ExperienceManager:
         return {"argmin": 1, "argmax": -1, "random": 0}[self.args.exp_select_mode] * t.entropy
 
     def save_trajectories_to_memory(self, trajectories):
-        """A full memory drops what would be chosen last; if all are equal (random), the oldest."""
+        """A full memory drops what would be chosen last; among equals (random) the oldest."""
         for t in trajectories:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
@@ -505,7 +500,7 @@ class ExperienceManager:
         return sorted(shuffled, key=self.preference)[:most]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
-        """What replay adds to a batch whose first groups these tasks are, behind the fresh ones."""
+        """These tasks are the first groups of a batch; what is replayed stands behind the fresh."""
         batch = []
         for data_id, task in enumerate(tasks):
             found = self.get_offpolicy_trajectories_from_memory(task, rng)
@@ -518,7 +513,7 @@ class ExperienceMixCollateFn:
     """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes;
     retired tasks are passed over as long as enough others are left."""
 
-    def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
+    def __init__(self, args, manager, tasks: list[int]):
         self.args, self.manager, self.tasks = args, manager, tasks
 
     def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
@@ -561,8 +556,7 @@ def samples_to_dataproto(trajectories, device, view="training") -> dict:
     ids = torch.cat([prompts, pad(responses)], 1)  # (B,P+R)
     response_mask = pad(masks).clamp(min=0)  # (B,R)
     off_policy = torch.tensor([[get_extra(t)["off_policy"]] for t in trajectories])
-    pairs = zip(trajectories, responses, strict=True)
-    recorded = [t.old_log_probs or [0.0] * len(row) for t, row in pairs]  # fresh ones have none yet
+    recorded = [t.old_log_probs or [0.0] * len(x) for t, x in zip(trajectories, masks, strict=True)]
     data = dict(ids=ids.clamp(min=0), mask=(ids >= 0).long(), response_mask=response_mask)
     data |= dict(exp_mask=response_mask * off_policy, replay_mask=pad(prefixes).clamp(min=0))
     data["recorded_old_log_probs"] = pad(recorded)
@@ -1002,14 +996,11 @@ def main(args: Args) -> dict[str, float]:
     lm, tokenizer, eos_ids = load_agent(args, words)
     policy = LanguagePolicy(lm, eos_ids, args.temperature).to(device)
     dialogue = Dialogue(tokenizer, args.chat_template, eos_ids)
-    path = Path(args.run_dir or "") / "checkpoint.pt"
-    resuming = args.resume and path.exists()
-    needs_start = args.method == "sd"  # its teacher is the policy as it starts
-    if args.model_name is None and (needs_start or not resuming):
+    if args.model_name is None:
         practise(policy, envs[0], dialogue, args)
     for parameter in policy.parameters() if world_size > 1 else ():
         dist.broadcast(parameter.data, 0)
-    reference = copy.deepcopy(policy).requires_grad_(False) if needs_start else None
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.method == "sd" else None
     if args.fsdp:
         shard(policy)
     parameters, lr = list(policy.parameters()), args.learning_rate
@@ -1019,7 +1010,8 @@ def main(args: Args) -> dict[str, float]:
     play = functools.partial(collect, policy, envs, pool, dialogue, args)
 
     done, global_step, skipped_steps, rows = 0, 0, 0, []
-    if resuming:
+    path = Path(args.run_dir or "") / "checkpoint.pt"
+    if args.resume and path.exists():
         saved = torch.load(path, map_location="cpu", weights_only=True)
         changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
         print(f"resuming {path}, with changed options: {changed}")
@@ -1054,13 +1046,12 @@ def main(args: Args) -> dict[str, float]:
 
         # 3 fetch replayed trajectories; the rest of a group is played
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
-        places = [t.data_id for t in replayed]
 
         # 4 draw keep or discard per task, guided or not per rollout
         kept = draw(args.num_tasks, args.train_sample_expmode, args.train_sample_keepratio, exp_rng)
         fresh = []
         for data_id, task in enumerate(experience_tasks + on_policy_tasks):
-            rollout_n = args.group_size - places.count(data_id)
+            rollout_n = args.group_size - sum(t.data_id == data_id for t in replayed)
             guided = draw(rollout_n, args.train_rollout_expmode, args.rollout_expratio, exp_rng)
             for i in range(rollout_n):
                 name = f"{iteration}/{task}/{i}"
