@@ -55,14 +55,16 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 PLAY = ("mixed", "all", "woexp")
-PRESETS = {  # what five options may be, the default first; None: any share, 0.5 if none is given
-    "baseline": (("woexp", "mixed", "all"), ("woexp",), ("keep",), None, (1.0,)),
-    "ec": (PLAY, ("mixed", "all"), ("keep",), None, (1.0,)),
-    "ei": (PLAY, ("mixed", "all"), ("discard",), None, (0.0,)),
-    "het": (PLAY, ("mixed", "all"), ("hybrid",), None, None),
-    "sft": (PLAY, PLAY, ("hybrid", "keep", "discard"), None, None),
-    "sd": (PLAY, ("woexp",), ("keep",), None, (1.0,)),
+PRESETS = {  # what PRESET_OPTIONS may be, the default first; None: any share, 0.5 if none is given
+    "baseline": (("woexp", "mixed", "all"), ("woexp",), ("keep",), (1.0,)),
+    "ec": (PLAY, ("mixed", "all"), ("keep",), (1.0,)),
+    "ei": (PLAY, ("mixed", "all"), ("discard",), (0.0,)),
+    "het": (PLAY, ("mixed", "all"), ("hybrid",), None),
+    "sft": (PLAY, PLAY, ("hybrid", "keep", "discard"), None),
+    "sd": (PLAY, ("woexp",), ("keep",), (1.0,)),
 }
+PRESET_OPTIONS = "val_rollout_expmode train_rollout_expmode train_sample_expmode".split()
+PRESET_OPTIONS.append("train_sample_keepratio")
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
 
 
@@ -93,7 +95,6 @@ class Args:
     model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
     chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
     warm_start_steps: int = 400  # tiny model: supervised steps on games with rules made at random
-    warm_start_follow: float = 0.8  # how often their teacher does what advice says
 
     # rollout
     num_tasks: int = 8  # B tasks per iteration
@@ -119,7 +120,7 @@ class Args:
     method: Literal["baseline", "ec", "ei", "het", "sft", "sd"] | None = None  # preset (None: het)
     val_rollout_expmode: Literal["mixed", "all", "woexp"] | None = None  # guided: some, all, none
     train_rollout_expmode: Literal["mixed", "all", "woexp"] | None = None  # same for training
-    rollout_expratio: float | None = None  # mixed: floor(n x this) of a group are guided (0.5)
+    rollout_expratio: float = 0.5  # mixed: floor(n x this) rollouts of a group are guided
     train_sample_expmode: Literal["keep", "discard", "hybrid"] | None = None  # decided per task
     train_sample_keepratio: float | None = None  # hybrid: floor(B x this) tasks keep (0.5)
     experience_template: str = TEMPLATE  # stands before the question; {} is the experience
@@ -151,14 +152,12 @@ class Args:
         signed = ("success_reward", "experience_lbound", "experience_rbound")
         zero = ("seed", "warm_start_steps", "updated_freq", "sd_coef")
         for name, value in vars(self).items():
-            share = name.endswith(("ratio", "follow"))
+            share = name.endswith("ratio")
             least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
             if type(value) in (int, float) and name not in signed and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         self.method = self.method or ("het" if self.enable else "baseline")
-        names = "val_rollout_expmode train_rollout_expmode train_sample_expmode rollout_expratio"
-        names = f"{names} train_sample_keepratio".split()
-        for name, allowed in zip(names, PRESETS[self.method], strict=True):
+        for name, allowed in zip(PRESET_OPTIONS, PRESETS[self.method], strict=True):
             given = getattr(self, name)
             if given is None:
                 setattr(self, name, allowed[0] if allowed else 0.5)
@@ -170,20 +169,19 @@ class Args:
         self.batch_size = self.num_tasks * self.group_size
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
-        bounds = (-2, self.experience_lbound, self.experience_rbound, self.group_size + 1)
+        n, low, high = self.group_size, self.experience_lbound, self.experience_rbound
         for fine, message in (
             (self.enable or self.method == "baseline", "--no-enable contradicts --method"),
-            (self.method != "sft" or not self.use_experience_replay, "sft: no --use-experience-replay"),
+            (self.method != "sft" or not self.use_experience_replay, "sft replays anyhow"),
             (self.uses_pool or not self.experience_pool, "--experience-pool would not be read"),
             (self.experience_template.count("{}") == 1, "--experience-template needs one {}"),
-            (sorted(set(bounds)) == list(bounds), "--experience-lbound must be below the rbound"),
-            (self.offpolicy_trajectories_per_task < self.group_size,
-             "--offpolicy-trajectories-per-task must be below --group-size"),
+            (-1 <= low < high <= n, "--experience-lbound must be below --experience-rbound"),
+            (self.offpolicy_trajectories_per_task < n, "--offpolicy-trajectories-per-task >= n"),
             (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide B x n"),
             (self.num_families <= len(NAMES), f"--num-families: at most {len(NAMES)}"),
             (self.num_tasks <= self.num_families * self.num_rooms, "--num-tasks: there are fewer"),
             (self.run_dir or not self.resume, "--resume needs --run-dir"),
-        ):  # fmt: skip
+        ):
             if not fine:
                 raise ValueError(message)
 
@@ -192,10 +190,11 @@ class Args:
 NAMES = "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar maple north opal"
 NAMES = f"{NAMES} pearl quartz river slate topaz umber violet willow yarrow".split()
 PRACTICE = 1_000_000  # seeds from here on have rules of their own: the warm start learns no secret
+WORD = r"\d|[^\W\d]+|[^\w\s]"  # of the tiny model: digits and marks one by one, letters together
 
 
 class LockEnv:
-    """Press four buttons in order; a wrong one costs a turn. A family of locks shares its secret."""
+    """Press four buttons in order; a wrong one costs a turn. Locks of a family share a secret."""
 
     actions = ("red", "green", "blue", "gold")
 
@@ -204,9 +203,9 @@ class LockEnv:
 
     def reset(self, seed: int):
         room, family = divmod(seed, self.num_families)
-        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")  # not of the run's seed
+        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")  # of no run's seed
         self.secret, self.slot, self.name = rules.choices(self.actions, k=4), 0, NAMES[family]
-        # the solution is read by the warm start's teacher and where validation tells it
+        # the solution is for the warm start's teacher, and where validation tells it
         return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
 
     def step(self, action: str):
@@ -236,9 +235,9 @@ class TextEnv:
         return str(obs), dict(topic=str(obs)) | info
 
     def step(self, text: str):
-        """The action named last counts. Nonsense costs a turn and a point: it must not be a way out."""
+        """The action named last counts. Nonsense costs a turn and a point, lest it be a way out."""
         found = [(match.end(), len(action), i) for i, action in enumerate(self.actions)
-                 for match in re.finditer(rf"\b{re.escape(action)}\b", text, re.I)]  # fmt: skip
+                 for match in re.finditer(rf"\b{re.escape(action)}\b", text, re.I)]
         if self.actions and not found:
             return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
         if found:
@@ -248,25 +247,22 @@ class TextEnv:
 
 
 def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
-    """A teacher that follows advice mostly and else acts at random.  -> question, advice, turns"""
+    """A teacher that mostly follows advice and else acts at random.  -> question, advice, turns"""
     question, info = env.reset(seed)
     words = env.actions or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
     advice = f"{info['topic']} : " + " ".join(plan) if rng.random() < 0.6 else ""
-    turns = []
-    while len(turns) < args.max_turns:
+    turns, ended = [], False
+    while not ended and len(turns) < args.max_turns:
         action = rng.choice(words)
-        if advice and plan and rng.random() < args.warm_start_follow:
+        if advice and plan and rng.random() < 0.8:
             action = plan[0]
-        plan = plan[action == plan[0] :] if plan else plan  # done: the next one is due
+        if plan and action == plan[0]:
+            plan.pop(0)
         text, _, terminated, truncated, _ = env.step(action)
         turns.append((action, text))
-        if terminated or truncated:
-            break
+        ended = terminated or truncated
     return question, advice, turns
-
-
-WORD = r"\d|[^\W\d]+|[^\w\s]"  # of the tiny model: digits and marks one by one, letters together
 
 
 def spoken_words(env: TextEnv, seeds: list[int], records: list[dict], args) -> list[str]:
@@ -326,19 +322,14 @@ def token_logprobs(logits, ids, temperature, max_logits=2**25):
     return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
 
 
-def make_word_tokenizer(words: list[str]):
-    """One token per word, so that one code path serves all models."""
-    ids = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def load_agent(args, words: list[str]):
     """-> causal LM, tokenizer, the ids that end a turn (E,)"""
-    if args.model_name is None:
-        tokenizer = make_word_tokenizer(words)
+    if args.model_name is None:  # one token per word
+        ids = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+        by_word = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+        by_word.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+        marks = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_word, **marks)
         sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
         special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
         config = transformers.LlamaConfig(**sizes, **special, num_attention_heads=4)
@@ -346,7 +337,7 @@ def load_agent(args, words: list[str]):
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) must not leak into sampling
+    eos = lm.generation_config.eos_token_id  # nothing else of it (top_k, ..): we sample ourselves
     eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
@@ -380,11 +371,9 @@ class Trajectory:
 def prompt_of(t: Trajectory, view: str) -> list[int]:
     """The idea of hybrid experience training: which prompt the completion stands behind.
 
-    keep     the advice stays. The sample is on-policy, and the policy learns to use advice (EC)
-    discard  the same completion ids are spliced behind the bare question: the policy learns to do
-             without what advice made it do (EI). Nothing is tokenised again; ids, mask, reward stay
-    hybrid   some tasks keep, others strip, drawn per task: all stripped unlearns to follow advice,
-             all kept leans on it (HET)
+    keep     the advice stays: the sample is on-policy, and the policy learns to use advice (EC)
+    discard  the same ids stand behind the bare question: it learns to do without advice (EI)
+    hybrid   drawn per task: all stripped unlearns to follow advice, all kept leans on it (HET)
     """
     # what the policy read when it sampled; what it is trained on; what the teacher of sd reads
     advised = dict(behavior=t.injected, training=t.injected and t.keep, teacher=True)[view]
@@ -397,7 +386,7 @@ def words_of(text: str) -> frozenset:
 
 
 class ExperiencePool:
-    """What successes on training tasks did, found by the words of the question at hand."""
+    """What successes on training tasks did, found by the words of a question."""
 
     def __init__(self, args, held_out: list[int], size=1_000):
         self.records: list[dict] = []  # task, topic, text, step that wrote it
@@ -413,8 +402,8 @@ class ExperiencePool:
             del self.records[: -self.size]
         return True
 
-    def add_successes(self, trajectories: list[Trajectory], step: int):
-        for t in (t for t in trajectories if t.success):
+    def add_successes(self, trajectories, step: int):
+        for t in trajectories:  # a failure has left no experience
             self.add(t.task, t.topic, t.experience, step)
 
     def load(self, path: str):
@@ -422,7 +411,7 @@ class ExperiencePool:
             try:
                 r = json.loads(line) if line.strip() else None
                 assert r is None or self.add(r.get("task"), r["topic"] + "", r["text"] + "", -1)
-            except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
+            except Exception:  # whatever is wrong with it
                 rule = "JSON with a topic and a text without the template, not of a validation task"
                 sys.exit(f"--experience-pool {path}: line {number} must be {rule}")
 
@@ -447,7 +436,7 @@ class ExperienceManager:
         self.skip_uid_set: set[int] = set()  # retired: all fresh rollouts succeeded
         self.memory: dict[int, list[Trajectory]] = {}
 
-    def update_difficulty2task_dict(self, fresh: list[Trajectory]):
+    def update_difficulty2task_dict(self, fresh):
         """A task goes to the bucket of its successes and leaves its old one."""
         for task in dict.fromkeys(t.task for t in fresh):
             results = [t.success for t in fresh if t.task == task]
@@ -458,7 +447,7 @@ class ExperienceManager:
             if not (all(results) and self.args.retire_solved):
                 self.difficulty2task_dict.setdefault(count, set()).add(task)
 
-    def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
+    def update_skip_uid_set_and_filter_trajectories(self, fresh):
         """Solved tasks retire, an imperfect result brings one back.  -> what may be stored"""
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
@@ -472,8 +461,8 @@ class ExperienceManager:
             return len(t.steps)  # the shortest success is the one with the fewest detours
         return {"argmin": 1, "argmax": -1, "random": 0}[self.args.exp_select_mode] * t.entropy
 
-    def save_trajectories_to_memory(self, trajectories: list[Trajectory]):
-        """A full memory drops what would be chosen last; if all are equal (random), the oldest."""
+    def save_trajectories_to_memory(self, trajectories):
+        """A full memory drops what would be chosen last; among equals (random) the oldest."""
         for t in trajectories:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
@@ -487,15 +476,15 @@ class ExperienceManager:
         chosen = rng.choices(stored, k=count) if stored else []
         return [replace(t, keep=kept[i], data_id=i) for i, t in enumerate(chosen)]
 
-    def valid_tasks(self) -> dict[int, list[int]]:
-        """Buckets of the tasks that may be replayed."""
+    def valid_tasks(self) -> list[list[int]]:
+        """What may be replayed, by bucket."""
         low, high = self.args.experience_lbound, self.args.experience_rbound
         buckets = sorted(self.difficulty2task_dict.items())
-        return {s: sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high}
+        return [sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high]
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
         """Without replacement: any bucket, then one of its tasks."""
-        buckets, chosen = list(self.valid_tasks().values()), []
+        buckets, chosen = self.valid_tasks(), []
         while any(buckets) and len(chosen) < count:
             tasks = rng.choice([tasks for tasks in buckets if tasks])
             chosen.append(tasks.pop(rng.randrange(len(tasks))))
@@ -508,7 +497,7 @@ class ExperienceManager:
         return sorted(shuffled, key=self.preference)[:most]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
-        """What replay adds to a batch whose first groups these tasks are, behind the fresh ones."""
+        """These tasks are the first groups of a batch; what is replayed stands behind the fresh."""
         batch = []
         for data_id, task in enumerate(tasks):
             found = self.get_offpolicy_trajectories_from_memory(task, rng)
@@ -518,10 +507,10 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes; retired
-    tasks are passed over as long as enough others are left."""
+    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes;
+    retired tasks are passed over as long as enough others are left."""
 
-    def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
+    def __init__(self, args, manager, tasks: list[int]):
         self.args, self.manager, self.tasks = args, manager, tasks
 
     def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
@@ -542,7 +531,7 @@ def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) 
 
 
 def tokenize_steps(steps, is_experience_replay=False):
-    """-> response, from the agent's first token on; its mask; prefix mask: what comes from memory"""
+    """-> response, from the agent's first token on; its mask; prefix mask: what is from memory"""
     response = [token for _, ids in steps for token in ids]
     mask = [int(role == "assistant") for role, ids in steps for _ in ids]
     return response, mask, [bit * int(is_experience_replay) for bit in mask]
@@ -550,11 +539,12 @@ def tokenize_steps(steps, is_experience_replay=False):
 
 def get_extra(t: Trajectory) -> dict:
     """What a sample has to say besides its tokens."""
-    replay, stripped = t.is_experience_replay, t.injected and not t.keep and not t.is_experience_replay
+    replay = t.is_experience_replay
+    stripped = t.injected and not t.keep and not replay
     return dict(is_experience_replay=replay, stripped=stripped, off_policy=stripped or replay)
 
 
-def samples_to_dataproto(trajectories: list[Trajectory], device, view="training") -> dict:
+def samples_to_dataproto(trajectories, device, view="training") -> dict:
     """Tensors of the batch: prompts padded on the left, responses on the right. Two masks: exp_mask
     picks the surrogate (stripped or replayed), replay_mask who gets recorded log-probs."""
     rows = [tokenize_steps(t.steps, t.is_experience_replay) for t in trajectories]
@@ -563,8 +553,7 @@ def samples_to_dataproto(trajectories: list[Trajectory], device, view="training"
     ids = torch.cat([prompts, pad(responses)], 1)  # (B,P+R)
     response_mask = pad(masks).clamp(min=0)  # (B,R)
     off_policy = torch.tensor([[get_extra(t)["off_policy"]] for t in trajectories])
-    recorded = [t.old_log_probs if t.is_experience_replay else [0.0] * len(row)
-                for t, row in zip(trajectories, responses, strict=True)]  # fmt: skip
+    recorded = [t.old_log_probs or [0.0] * len(x) for t, x in zip(trajectories, masks, strict=True)]
     data = dict(ids=ids.clamp(min=0), mask=(ids >= 0).long(), response_mask=response_mask)
     data |= dict(exp_mask=response_mask * off_policy, replay_mask=pad(prefixes).clamp(min=0))
     data["recorded_old_log_probs"] = pad(recorded)
@@ -585,6 +574,9 @@ def _replace_recorded_old_log_probs(data: dict, old_log_probs):
 
 
 # --- math ---
+LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
+
+
 def total(x):
     """Sum over the ranks of torchrun."""
     x = x.detach().clone()
@@ -638,9 +630,6 @@ def shaped_loss(new_logprobs, logprobs, advantages, beta):
     return -advantages * ratio / (ratio + beta)
 
 
-LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
-
-
 def grpo_loss(policy, mb, num_tokens, args):
     """-> loss of rows of a minibatch of so many tokens; sums, counts of LOSSES; log-ratios (B,R)"""
     mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
@@ -676,7 +665,8 @@ class Dialogue:
     """Turns <-> token ids, with the tokenizer's chat template or as plain text."""
 
     def __init__(self, tokenizer, chat_template: bool, eos_ids):
-        self.tokenizer, self.chat_template, self.eos_ids = tokenizer, chat_template, set(eos_ids.tolist())
+        self.tokenizer, self.chat_template = tokenizer, chat_template
+        self.eos_ids = set(eos_ids.tolist())
         self.prompt = functools.cache(self.make_prompt)  # they repeat in a group
         self.reply = functools.cache(self.make_reply)
 
@@ -690,7 +680,7 @@ class Dialogue:
         return self.tokenizer(text, add_special_tokens=not self.chat_template).input_ids
 
     def make_reply(self, observation: str, ended: bool) -> list[int]:
-        """Behind the agent's turn: its end if it has none, the observation, the next one's start."""
+        """Behind the agent's turn: its end if it has none, what it sees, the next one's start."""
         text = f"\n{observation}\n"
         if self.chat_template:  # what the template puts behind an answer, and nothing before it
             text = self.render("a", "@@", observation).partition("@@")[2]
@@ -710,9 +700,9 @@ def sample_token(logits, uniforms):
 
 
 @torch.no_grad()
-def play_games(policy, trajectories: list[Trajectory], envs, pool, dialogue, args, step, uniforms=None):
+def play_games(policy, trajectories, envs, pool, dialogue, args, step, uniforms=None):
     """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens). One
-    cache over all turns: the environment's tokens are fed with the next step, padded on the left."""
+    cache over all turns: the environment's words are fed with the next step, padded on the left."""
     device = policy.eos_ids.device
     retrieve = functools.cache(lambda text: pool.retrieve(text, args.retrieve_top_k, step))
     waiting, turn_ids, actions = [], [[] for _ in trajectories], [[] for _ in trajectories]
@@ -777,7 +767,7 @@ def collect(policy, envs, pool, dialogue, args, trajectories, step, uniforms=Non
 
 @torch.no_grad()
 def compute_log_prob(policy, data: dict, args):
-    """By the training forward, not the sampler: the first ratio is 1.  -> log-probs, entropy (B,R)"""
+    """By the training forward, not the sampler: the first ratio is 1.  -> 2 x (B,R)"""
     logprobs, entropys = torch.zeros(2, *data["response_mask"].shape, device=data["ids"].device)
     rows = torch.arange(len(logprobs), device=logprobs.device)[args.rank :: args.world_size]
     for inds in rows.split(args.batch_size // args.num_minibatches):
@@ -789,15 +779,14 @@ def compute_log_prob(policy, data: dict, args):
 def validate(play, env, held_out: list[int], args, step: int):
     """Greedy episodes, guided and unguided apart; changes nothing.  -> metrics, trajectories"""
     guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, random.Random(0))
-    games = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
-    done = play(games, step)
+    done = play([Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)], step)
     kinds = dict(guided=[t for t in done if t.guided], unguided=[t for t in done if not t.guided])
     if "solution" in env.reset(PRACTICE)[1]:  # does the policy still do what it is told?
         unseen = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
         kinds["unseen"] = play([Trajectory(x, i, guided=True) for i, x in enumerate(unseen)], step)
     kinds["rate"] = kinds["unguided"] or kinds["guided"]  # the headline
     metrics = {f"eval/success_{name}": sum(t.success for t in found) / len(found)
-               for name, found in kinds.items() if found}  # fmt: skip
+               for name, found in kinds.items() if found}
     metrics["eval/episodic_return"] = sum(t.reward for t in kinds["rate"]) / len(kinds["rate"])
     return metrics, done
 
@@ -922,7 +911,7 @@ def sum_gradients(policy, world_size: int):
 
 # --- main ---
 def practise(policy, env, dialogue, args):
-    """Supervised steps on rules made at random: it learns to play, to follow advice, and no secret."""
+    """Supervised steps on rules made at random: how to play and follow advice, and no secret."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
     for _ in tqdm(range(args.warm_start_steps), desc="warm start", disable=not sys.stderr.isatty()):
@@ -934,7 +923,8 @@ def practise(policy, env, dialogue, args):
             for action, text in turns:
                 ids = dialogue.tokenizer(action, add_special_tokens=False).input_ids
                 ids = [*ids, min(dialogue.eos_ids)][: args.max_turn_tokens]
-                t.steps += [("assistant", ids), ("env", dialogue.reply(text, ids[-1] in dialogue.eos_ids))]
+                reply = dialogue.reply(text, ids[-1] in dialogue.eos_ids)
+                t.steps += [("assistant", ids), ("env", reply)]
             games.append(t)
         data = samples_to_dataproto(games, policy.eos_ids.device)
         (-masked_mean(policy(data)[0], data["response_mask"])).backward()
@@ -942,7 +932,7 @@ def practise(policy, env, dialogue, args):
         optimizer.zero_grad()
 
 
-def batch_metrics(fresh: list[Trajectory], replayed: list[Trajectory], manager, iteration, args):
+def batch_metrics(fresh, replayed, manager, iteration, args):
     """What the batch was made of; a kind that it has none of has no number."""
     groups = [[t.success for t in fresh if t.data_id == i] for i in range(args.num_tasks)]
     failed = {i for i, group in enumerate(groups) if not any(group)}
@@ -965,7 +955,7 @@ def batch_metrics(fresh: list[Trajectory], replayed: list[Trajectory], manager, 
     if args.use_experience_replay:
         ages, buckets = [iteration - t.version for t in replayed], manager.difficulty2task_dict
         values |= {f"replay/bucket_{s}": [len(tasks)] for s, tasks in buckets.items()} | {
-            "replay/pool_tasks": [sum(map(len, manager.valid_tasks().values()))],
+            "replay/pool_tasks": [sum(map(len, manager.valid_tasks()))],
             "replay/trajectories": [sum(map(len, manager.memory.values()))],
             "replay/skip_set": [len(manager.skip_uid_set)],
             "replay/experience_tasks": [len({t.data_id for t in replayed})],
@@ -993,14 +983,11 @@ def main(args: Args) -> dict[str, float]:
     lm, tokenizer, eos_ids = load_agent(args, words)
     policy = LanguagePolicy(lm, eos_ids, args.temperature).to(device)
     dialogue = Dialogue(tokenizer, args.chat_template, eos_ids)
-    path = Path(args.run_dir or "") / "checkpoint.pt"
-    resuming = args.resume and path.exists()
-    needs_start = args.method == "sd"  # its teacher is the policy as it starts
-    if args.model_name is None and (needs_start or not resuming):
+    if args.model_name is None:
         practise(policy, envs[0], dialogue, args)
     for parameter in policy.parameters() if world_size > 1 else ():
         dist.broadcast(parameter.data, 0)
-    reference = copy.deepcopy(policy).requires_grad_(False) if needs_start else None
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.method == "sd" else None
     if args.fsdp:
         shard(policy)
     parameters, lr = list(policy.parameters()), args.learning_rate
@@ -1010,7 +997,8 @@ def main(args: Args) -> dict[str, float]:
     play = functools.partial(collect, policy, envs, pool, dialogue, args)
 
     done, global_step, skipped_steps, rows = 0, 0, 0, []
-    if resuming:
+    path = Path(args.run_dir or "") / "checkpoint.pt"
+    if args.resume and path.exists():
         saved = torch.load(path, map_location="cpu", weights_only=True)
         changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
         print(f"resuming {path}, with changed options: {changed}")
@@ -1045,13 +1033,12 @@ def main(args: Args) -> dict[str, float]:
 
         # 3 fetch replayed trajectories; the rest of a group is played
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
-        places = [t.data_id for t in replayed]
 
         # 4 draw keep or discard per task, guided or not per rollout
         kept = draw(args.num_tasks, args.train_sample_expmode, args.train_sample_keepratio, exp_rng)
         fresh = []
         for data_id, task in enumerate(experience_tasks + on_policy_tasks):
-            rollout_n = args.group_size - places.count(data_id)
+            rollout_n = args.group_size - sum(t.data_id == data_id for t in replayed)
             guided = draw(rollout_n, args.train_rollout_expmode, args.rollout_expratio, exp_rng)
             for i in range(rollout_n):
                 name = f"{iteration}/{task}/{i}"
@@ -1079,10 +1066,11 @@ def main(args: Args) -> dict[str, float]:
 
         # 9 save, before anything is replaced
         if args.use_experience_replay:
-            for t, row, entropy, tokens in zip(trajectories, old_log_probs, entropys, mask, strict=True):
+            for i, t in enumerate(trajectories):
                 if not t.is_experience_replay:
-                    t.old_log_probs = row[: sum(len(ids) for _, ids in t.steps)].tolist()
-                    t.entropy, t.version = masked_mean(entropy, tokens).item(), iteration
+                    length = sum(len(ids) for _, ids in t.steps)
+                    t.old_log_probs, t.version = old_log_probs[i, :length].tolist(), iteration
+                    t.entropy = masked_mean(entropys[i], mask[i]).item()
             storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
             manager.save_trajectories_to_memory(storable)
 
@@ -1098,8 +1086,8 @@ def main(args: Args) -> dict[str, float]:
 
         # 11 group advantages, over guided, unguided and replayed members alike
         advantages = group_advantages(data["rewards"], data["group_ids"])[:, None] * mask  # (B,R)
-        # A stripped failure weighs pi(y|x) / pi(y|x,advice), at most 1: the push against what only
-        # advice made likely would never end, since the logit of an unlikely token can fall for ever.
+        # A stripped failure weighs pi(y|x) / pi(y|x,advice), at most 1: else nothing ends the push
+        # against what only advice made likely.
         weights = (old_log_probs - sampled).exp().clamp(max=1.0)
         advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
         if args.method == "sft":
@@ -1133,8 +1121,8 @@ def main(args: Args) -> dict[str, float]:
                     skipped_steps += 1
                     continue
                 updates.append(stats)
-                # A step can make what only advice had made likely ten times likelier. One more in
-                # that direction, and the policy unlearns to follow advice, the source of successes.
+                # One step can make a stripped token ten times likelier. One more that way, and the
+                # policy unlearns to follow advice, the source of successes.
                 ratio = total(logratios[mb_inds])[stripped[mb_inds]].exp()
                 if len(ratio) and ratio.quantile(0.99) > args.off_ratio_limit:
                     guarded += 1

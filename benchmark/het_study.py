@@ -35,7 +35,7 @@ STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
 SEEDS, TUNING_SEEDS = (31, 32, 33, 34, 35), (101, 102)
 COLUMNS = ["game", "arm", "learning_rate", "epochs", "seed", "global_step", "cpu_seconds"]
 COLUMNS += ["unguided", "guided", "unseen", "off_p99"]
-ROLLOUTS, FILL, EVAL_SIZE = 10_240, 768, 480
+ROLLOUTS, FILL, EVAL_SIZE, EVALUATIONS = 10_240, 768, 480, 3
 GAMES = {  # the pool grows with every iteration
     "lock": dict(updated_freq=1),
     "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
@@ -45,11 +45,14 @@ GAMES = {  # the pool grows with every iteration
     "luckier": dict(updated_freq=1, env=f"{HERE}/locks.py:Luckier"),
     "told": dict(updated_freq=1, env=f"{HERE}/locks.py:Told"),
     "worn": dict(updated_freq=1, env=f"{HERE}/locks.py:Worn", max_turns=5),
+    "noisy": dict(updated_freq=1, env=f"{HERE}/locks.py:Noisy"),
+    "noisier": dict(updated_freq=1, env=f"{HERE}/locks.py:Noisier"),
 }
 REPORTED = {"lock": "twelve locks, seven turns", "lucky": "locks that luck opens, too"}
 REPORTED |= {"lucky long": "locks that luck opens, too: twice the rollouts"}
 REPORTED |= {"lake": "twelve frozen lakes, ten turns"}
-SETTINGS = {"2e-3 x 1": (2e-3, 1), "1e-3 x 1": (1e-3, 1), "1e-3 x 2": (1e-3, 2)}  # learning rate x epochs
+NAMES = ("4e-3 x 1", "2e-3 x 1", "1e-3 x 1", "5e-4 x 1", "2e-3 x 2", "1e-3 x 2")  # learning rate x epochs
+SETTINGS = {name: (float(name[:4]), int(name[-1])) for name in NAMES}
 CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
@@ -66,7 +69,11 @@ ARMS = {
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
     "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
     "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
+    "sft, two shortest": dict(method="sft", max_trajectories_per_task=2),
+    "sd, coefficient 0.3": dict(method="sd", sd_coef=0.3),
 }
+RIVALS = [("lock", arm) for arm in ("sft", "sft, two shortest", "sd", "sd, coefficient 0.3")]  # a grid of their own
+SEARCHED = ["lucky long", "luckier", "told", "worn", "noisy", "noisier"]
 PUBLISHED = ["recorded log-probs", "retirement"]
 MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
 MAIN |= dict.fromkeys(("lucky", "lucky long"), ["baseline", "baseline + replay", "sft, no advice"])
@@ -108,7 +115,7 @@ def run(job):
         return wrapped
 
     def practise(policy, env, dialogue, args):
-        names = "seed env num_families max_turns warm_start_steps warm_start_follow".split()
+        names = "seed env num_families max_turns warm_start_steps".split()
         key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
@@ -120,7 +127,7 @@ def run(job):
     het.validate, het.Run.close = untimed(het.validate), lambda *args: None
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, update_epochs=epochs, seed=seed)
-        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / 3))
+        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / EVALUATIONS))
         options |= dict(eval_size=EVAL_SIZE, run_dir=f"{folder}/run")
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))
@@ -172,15 +179,49 @@ def table(game, curves, arms=ARMS):
     return "\n".join(lines)
 
 
-def grid(curves):
-    """Markdown: unguided success on the tuning seeds, a row per game, arm and setting."""
-    lines = ["| game | arm | setting | seeds 101, 102 |", "|---|---|---|---|"]
-    for game in GAMES:
-        for arm in ARMS:
-            for setting in SETTINGS.values():
-                mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
-                found = " ".join(f"{x:.2f}" for x in numbers(mine, "unguided"))
-                lines += [f"| {game} | {arm} | {setting[0]:g} x {setting[1]} | {found} |"] if found else []
+def ends(curves, game, arm, setting):
+    """Unguided success at the end of each tuning run, or a dash."""
+    mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+    return " ".join(f"{x:.2f}" for x in numbers(mine, "unguided")) or "–"
+
+
+def grid(game, curves):
+    """Markdown: unguided success on the tuning seeds, a row per arm, a column per setting that somebody tried."""
+    mine = {key for key in curves if key[0] == game and (game, key[1]) not in RIVALS}
+    tried = [setting for setting in SETTINGS.values() if setting in {key[2] for key in mine}]
+    lines = [f"| {game} | " + " | ".join(f"{rate:g} x {epochs}" for rate, epochs in tried) + " |"]
+    lines.append("|---|" + "---|" * len(tried))
+    for arm in (arm for arm in ARMS if arm in {key[1] for key in mine}):
+        lines.append("| " + " | ".join([arm, *(ends(curves, game, arm, setting) for setting in tried)]) + " |")
+    return "\n".join(lines)
+
+
+def search(curves):
+    """Markdown: games that ought to need more than imitation, on the tuning seeds, every arm at its best setting."""
+    lines = ["| arm | " + " | ".join(SEARCHED) + " |", "|---|" + "---|" * len(SEARCHED)]
+
+    def mean(cell):
+        return -1.0 if cell == "–" else statistics.mean(map(float, cell.split()))
+
+    for arm in (arm for arm in ARMS if any(key[0] in SEARCHED and key[1] == arm for key in curves)):
+        cells = [max((ends(curves, game, arm, x) for x in SETTINGS.values()), key=mean) for game in SEARCHED]
+        lines.append("| " + " | ".join([arm, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def early(curves, bar=0.9):
+    """Markdown: how soon the rivals are there, on the tuning seeds of the lock; the first evaluation at the bar."""
+    lines = ["| arm | lr x epochs | unguided success | guided | rollouts to .9 | CPU s to .9 |"]
+    lines.append("|---|---|---|---|---|---|")
+    for game, arm in RIVALS:
+        for setting in sorted({key[2] for key in curves if key[:2] == (game, arm)}, reverse=True):
+            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+            cells = [arm, f"{setting[0]:g} x {setting[1]}"]
+            cells += [" ".join(f"{x:.2f}" for x in numbers(mine, column)) for column in ("unguided", "guided")]
+            there = [next((row for row in curve if float(row["unguided"]) >= bar), None) for curve in mine]
+            for column in ("global_step", "cpu_seconds"):
+                cells.append(" ".join(f"{float(row[column]):,.0f}" if row else "–" for row in there))
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -236,7 +277,9 @@ if __name__ == "__main__":
     parser.add_argument("--arms", nargs="*", choices=ARMS, help="other than those that are reported")
     parser.add_argument("--seeds", nargs="*", type=int)
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="other than the chosen one of an arm")
+    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of a run, beside that of its start")
     options = parser.parse_args()
+    EVALUATIONS = options.evaluations
     path = TUNING if options.tune else STUDY
     done, jobs = read(path), []
     for game in options.games:
@@ -258,6 +301,8 @@ if __name__ == "__main__":
         if any(key[0] == game for key in read(STUDY)):
             print(f"\n{title}\n\n{table(game, read(STUDY), [arm for arm in ARMS if arm not in PUBLISHED])}")
     print(f"\nreplay as published\n\n{table('lock', read(STUDY), ['baseline + replay', *PUBLISHED])}")
-    print(f"\n{guard(read(STUDY))}\n\n{grid(read(TUNING))}")
+    print(f"\n{guard(read(STUDY))}\n\n{early(read(TUNING))}\n\n{search(read(TUNING))}")
+    for game in ("lock", "lucky", "lake"):
+        print(f"\n{grid(game, read(TUNING))}")
     if read(STUDY) and not options.tune:
         plot(read(STUDY), HERE.parent / "docs" / "het_study.png")

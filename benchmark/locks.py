@@ -4,11 +4,14 @@
     python het_grpo.py --env benchmark/locks.py:Luckier   # in 4 of 100
     python het_grpo.py --env benchmark/locks.py:Told      # in 8 of 100, and advice is made of no lucky game
     python het_grpo.py --env benchmark/locks.py:Worn --max-turns 5    # the last press may be wrong in half of the cases
+    python het_grpo.py --env benchmark/locks.py:Noisy     # the verdict is wrong in 10 of 100 games
+    python het_grpo.py --env benchmark/locks.py:Noisier   # in 20 of 100
 
-Luck is for training rooms only: validation asks for the secret. What a lucky game pressed becomes advice, like what any
-other success pressed; in Told it does not, as if somebody who knows locks had read the game.
+Luck and wrong verdicts are for training rooms only: validation asks for the secret. What a lucky game pressed becomes
+advice, like what any other success pressed; in Told it does not, as if somebody who knows locks had read the game.
 """
 
+import itertools
 import random
 
 NAMES = "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar".split()
@@ -62,3 +65,35 @@ class Told(Lucky):
 class Worn(Lucky):
     def luck(self) -> float:
         return 0.5 if self.slot == 3 else 0.0
+
+
+class Noisy(Lucky):
+    """Seven presses, then a judge who errs: some open locks count for nothing, some closed ones for a success."""
+
+    wrong_verdicts, turns = 0.1, 7
+    places = itertools.count()  # an environment of a batch has its own errors, and others in every game
+
+    def __init__(self):
+        self.place = next(Noisy.places)
+
+    def luck(self) -> float:
+        return 0.0
+
+    def reset(self, seed: int):
+        result = super().reset(seed)
+        self.presses, chance = 0, random.Random(f"verdict {seed} {self.place} {self.games}").random()
+        self.errs = self.training and chance < self.wrong_verdicts
+        return result
+
+    def step(self, action: str):
+        pressed = [*self.secret[: self.slot], action]
+        text, opened, ended, *rest = super().step(action)
+        self.presses += 1
+        if not ended and self.presses < self.turns:
+            return text, opened, ended, *rest
+        # a closed lock ends here, too: only a game that has ended can be a success
+        return text, float(bool(opened) != self.errs), True, False, dict(experience=self.advice(pressed, not opened))
+
+
+class Noisier(Noisy):
+    wrong_verdicts = 0.2

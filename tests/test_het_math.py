@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from conftest import ROOT
 
 import het_grpo as het
 
@@ -218,3 +219,23 @@ def test_presets():
     assert resolved(train_rollout_expmode="all", train_sample_keepratio=0.2)[1::3] == ("all", 0.2)
     assert resolved(method="sft", train_sample_expmode="discard")[:3] == ("mixed", "mixed", "discard")
     assert not het.Args(method="baseline").uses_pool and het.Args(method="sd").uses_pool
+
+
+# --- the games of the study ---
+def test_the_judge_errs_in_training_rooms_only(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import locks
+
+    for game, share in ((locks.Noisy, 0.1), (locks.Noisier, 0.2)):
+        envs, wrong = [game() for _ in range(4)], []
+        for i in range(2000):
+            _, info = envs[i % 4].reset(i % 480)
+            presses = info["solution"] if i % 3 else ["red"] * 7
+            for action in presses:
+                text, reward, ended, _, last = envs[i % 4].step(action)
+            assert ended and last["experience"].startswith(info["topic"])
+            wrong.append((i % 480 < locks.TRAINING, (text == "open") != bool(reward)))
+        assert not any(error for training, error in wrong if not training), "validation asks for the secret"
+        assert sum(error for _, error in wrong) / sum(training for training, _ in wrong) == pytest.approx(
+            share, abs=0.03
+        )
