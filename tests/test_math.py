@@ -111,7 +111,7 @@ def test_explained_variance():
     returns, mask = tensor([[1.0, 2, 3, 99]]), tensor([[1.0, 1, 1, 0]])
     assert ppo.explained_variance(returns, returns, mask) == pytest.approx(1.0)
     assert ppo.explained_variance(torch.zeros(1, 4), returns, mask) == pytest.approx(0.0)
-    assert ppo.explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # residual 2R: four times the variance
+    assert ppo.explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # residual 2R: 4 x the variance
 
 
 def test_sample_token_follows_the_distribution():

@@ -116,8 +116,8 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
     a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (tmp_path / "whole", killed))
     assert same(a["policy"], b["policy"]) and a["counters"] == b["counters"]
     if script is ppo_v2:
-        rows, others, chosen = a["buffer"].pop("rows"), b["buffer"].pop("rows"), [x["buffer"].pop("chosen") for x in (a, b)]
-        assert a["buffer"] == b["buffer"] and torch.equal(*chosen) and len(rows["birth"]) >= 8 and same(rows, others)
+        rows, chosen = ([x["buffer"].pop(name) for x in (a, b)] for name in ("rows", "chosen"))
+        assert a["buffer"] == b["buffer"] and torch.equal(*chosen) and same(*rows) and len(rows[0]["birth"]) >= 8
         logs = [(folder / "rollouts.jsonl").read_text() for folder in (tmp_path / "whole", killed)]
         assert logs[0] == logs[1] and logs[0].count("\n") == 64, "every answer once"
 

@@ -42,7 +42,8 @@ def test_priorities_are_mean_gains_or_mean_sizes():
     advantages, mask = tensor([[2.0, -4.0, 1.0], [-3.0, -3.0, 9.0]]), tensor([[1, 1, 1], [1, 1, 0]])
     for kind, expected in (("positive", [1 + 1e-6, 1e-6]), ("all", [7 / 3 + 1e-6, 3 + 1e-6])):
         buffer = filled([], [], priority_alpha=1.0, replay_advantages=kind)
-        assert buffer.priorities(dict(advantages=advantages, response_mask=mask)).tolist() == pytest.approx(expected, rel=1e-6)
+        found = buffer.priorities(dict(advantages=advantages, response_mask=mask)).tolist()
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])
