@@ -31,8 +31,8 @@ ARMS = {  # name: flags, seeds
     "plain PPO, whitened": ("--norm-adv", (1, 2, 3)),
     "lag 8, decoupled": ("--rollout-lag 8 --correction decoupled", (1,)),
     "lag 8, dppo": ("--rollout-lag 8 --correction dppo", (1,)),
-    "lag 2, decoupled": ("--rollout-lag 2 --correction decoupled", (1, 2, 3)),
-    "lag 2, dppo": ("--rollout-lag 2 --correction dppo", (1, 2, 3)),
+    "lag 2, decoupled": ("--rollout-lag 2 --correction decoupled", (1,)),
+    "lag 2, dppo": ("--rollout-lag 2 --correction dppo", (1,)),
     "replay, whitened": (f"{REPLAY} --norm-adv", (1, 2, 3)),
 }
 
