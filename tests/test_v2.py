@@ -147,6 +147,22 @@ def test_corrections_by_hand(correction, advantage, limit, loss, gradient):
     assert bound.item() == (gradient == 0 or limit == 0.5)
 
 
+@pytest.mark.parametrize("kind, last", [("positive", [0.0, 3.0]), ("all", [-1.0, 1.0])])
+def test_replayed_advantages_by_hand(kind, last):
+    """Fresh 0, 4 are whitened to -1, 1; drawn -5, 3 apart from them, to the same, or cut to gains 0, 3."""
+    args = ppo_v2.Args(use_replay_buffer=True, norm_adv=True, replay_advantages=kind)
+    advantages, replayed = tensor([[0.0], [4.0], [-5.0], [3.0]]), tensor([[False], [False], [True], [True]])
+    found = ppo_v2.replay_advantages(advantages, torch.ones(4, 1), replayed, args).flatten().tolist()
+    assert found == pytest.approx([-1.0, 1.0, *last], abs=1e-6)
+
+
+def test_joined_rows_are_padded_left_of_prompts_and_right_of_responses():
+    short = dict(prompt_ids=tensor([[1, 2]]), response_ids=tensor([[3]]), scores=tensor([0.5]))
+    long = dict(prompt_ids=tensor([[4, 5, 6]]), response_ids=tensor([[7, 8]]), scores=tensor([1.0]))
+    found = {name: x.tolist() for name, x in ppo_v2.join([short, long]).items()}
+    assert found == dict(prompt_ids=[[0, 1, 2], [4, 5, 6]], response_ids=[[3, 0], [7, 8]], scores=[0.5, 1.0])
+
+
 # --- through the training step ---
 def minibatches(monkeypatch):
     """-> list that main() fills with the rows and the numbers of each optimizer step"""
