@@ -361,9 +361,9 @@ def load_columns(path: str) -> dict:
 
 def read_demos(path: str, columns: dict, robot) -> np.ndarray:
     """Records for a buffer; actions come in the environment's units."""
-    # a bare vector is the state
-    columns = {f"{k}/state" if k.endswith("observations") else k: c for k, c in columns.items()}
     held = np.zeros(robot.layout.num_grippers)
+    for name in {"observations", "next_observations"} & {*columns}:  # a bare vector is the state
+        columns[f"{name}/state"] = columns.pop(name)
     try:
         records = np.zeros(len(columns["rewards"]), robot.record)
         for name, view in (("obs", "observations"), ("next_obs", "next_observations")):
@@ -509,9 +509,8 @@ class FrameBuffer:
         return self.slots[start], self.slots["obs"][(start + 1) % len(self.slots)]
 
     def state_dict(self) -> dict:
-        slots = torch.from_numpy(self.slots[: self.written].view(np.uint8).copy())
-        starts = torch.from_numpy(self.starts.copy())
-        return dict(slots=slots, starts=starts, written=self.written)
+        slots = torch.tensor(self.slots[: self.written].view(np.uint8))  # copies
+        return dict(slots=slots, starts=torch.tensor(self.starts), written=self.written)
 
     def load_state_dict(self, state: dict):
         self.starts[:], self.written = state["starts"].numpy(), state["written"]
@@ -781,9 +780,8 @@ SCALARS = ["rewards", "masks", "grasp_penalty", *COUNTED, *RESULTS]
 
 
 class Robot:
-    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1]. An
-    episode is a function of the step it began at and its actions: to resume one, repeat them.
-    Of an observation it keeps what is in `keys`, if these are given."""
+    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1]; of an
+    observation only `keys`. An episode is a function of the step it began at and its actions."""
 
     def __init__(self, args: Args, human: bool, rank: int = 0, keys=()):
         self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
@@ -877,8 +875,8 @@ class Robot:
 
 
 class Link:
-    """The learner's end of its actors, a thread for each. A turn is leave to take one step;
-    max_lead + 1 of them are out at a time. `weights` is a copy, replaced and never changed."""
+    """The learner's end of its actors, a thread for each. A turn is leave to take one step; each
+    has max_lead + 1 of them at a time. `weights` is a copy, replaced and never changed."""
 
     def __init__(self, actors, steps):
         self.actors = {ThreadPoolExecutor(1): take_turn for take_turn in actors}
@@ -1121,9 +1119,8 @@ def main(args: Args) -> dict[str, float]:
 
     link = Link([wire.take_turn for wire in wires] or [take_turn], range(step, args.max_steps))
     link.publish(agent)
-    threads = [*link.actors]
-    for i in range(max(args.max_lead + 1, len(threads))):
-        link.grant(threads[i % len(threads)])
+    for thread in [*link.actors] * (args.max_lead + 1):
+        link.grant(thread)
     try:
         while step < args.max_steps and not stop:
             # 1 collect: the actors do, see Robot.take_turn; the human's steps go into both buffers
@@ -1196,8 +1193,7 @@ def main(args: Args) -> dict[str, float]:
         run.log({"global_step": step} | evaluate_robot(agent, judge, 20_000, args.report_episodes))
         metrics |= run.rows[-1]
     save_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
-    panels = {"success": ["eval/success_rate", "charts/success_rate"]}
-    panels |= {"steps to success": ["eval/steps_to_success"]}
+    panels = {"success": ["eval/success_rate"], "steps to success": ["eval/steps_to_success"]}
     panels |= {"share of steps by the human": ["charts/intervention_rate"]}
     run.close("environment steps", panels | {"values": ["losses/q_values", "losses/critic_loss"]})
     if world > 1:

@@ -338,8 +338,8 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
             dones = check_column(raw, "dones") != 0
             masks = check_column(dict(masks=1 - dones) | raw, "masks")
             raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
-        shapes = zip(COLUMNS, ((obs_dim,), (action_dim,), (), (obs_dim,), (), ()), strict=True)
-        return {name: check_column(raw, name, shape) for name, shape in shapes}
+        shapes = dict(obs=(obs_dim,), next_obs=(obs_dim,), actions=(action_dim,))
+        return {name: check_column(raw, name, shapes.get(name, ())) for name in COLUMNS}
     except (KeyError, ValueError) as error:
         missing = "a column is missing: " if isinstance(error, KeyError) else ""
         sys.exit(f"data file {path}: {missing}{error}")
@@ -524,8 +524,7 @@ def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality
     if retention_ratio == 1 or not len(buffer):
         return buffer
     top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1, unless 0
-    priorities = compute_priorities(buffer, by, agent) if top_k else buffer.priorities
-    return buffer.select_top_k(priorities, top_k)
+    return buffer.select_top_k(compute_priorities(buffer, by, agent), top_k)
 
 
 def split_rows(batch_size: int, ratio: float, num_offline: int, num_online: int) -> tuple[int, int]:
@@ -990,8 +989,7 @@ def main(args: Args) -> dict[str, float]:
         return {}
     path, saved = Path(args.run_dir or "") / "latest.pth", None
     going_on = args.resume and path.exists()
-    handed_over = args.stage == "online" and not going_on
-    if going_on or handed_over:
+    if going_on or args.stage == "online":
         saved = load_checkpoint(path if going_on else args.checkpoint_path, "step")
         print(f"going on after step {saved['step']}")
         args.offline_steps = saved["args"]["offline_steps"]
@@ -1036,7 +1034,7 @@ def main(args: Args) -> dict[str, float]:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         step, (early, returns, window) = saved["step"], saved["progress"]
-        if handed_over and args.filtered_data_path:
+        if args.filtered_data_path and not going_on:
             offline_rb.load_state_dict(load_checkpoint(args.filtered_data_path, "priorities"))
     elif not args.offline_steps:
         parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
