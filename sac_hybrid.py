@@ -477,9 +477,8 @@ class Encoder(nn.Module):  # hybrid: images
 
 # --- buffer ---
 class FrameBuffer:
-    """Replay that keeps each frame once: N transitions in E unbroken pieces are N + E frames.
-    A ring of frame slots; a transition starts at a slot and ends at the next one. Frames are shared
-    only if they are equal: no gap, end or wrap can pair those that do not belong together."""
+    """Each frame once: N transitions in E unbroken pieces are N + E frames. A ring of slots; a
+    transition starts at one and ends at the next. Frames are shared only if they are equal."""
 
     def __init__(self, capacity: int, record: np.dtype):
         names = ("obs", "actions", "rewards", "masks", "grasp_penalty")
@@ -742,7 +741,7 @@ class SACHybridAgent(SAC):
         return self.count(apply_gradients(sum(losses.values()), *groups), losses)
 
     def acting(self) -> list[nn.Parameter]:
-        """All that acting needs: this is what the learner publishes."""
+        """All that acting needs: what the learner publishes"""
         heads = [head for name, head in self.critic.items() if name != "qf"]
         return [param for module in (self.actor, *heads) for param in module.parameters()]
 
@@ -786,7 +785,7 @@ class Robot:
     def __init__(self, args: Args, human: bool, rank: int = 0, keys=()):
         self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
         arms, grippers, _ = MODES[args.setup_mode]
-        size = 6 * arms + grippers  # another environment's own action_space comes first
+        size = 6 * arms + grippers
         if self.built_in:
             self.env = BarWorld(args.setup_mode, args.human)
         elif ".py:" in args.env_id:  # the manual's own environment: no base class, no spaces
@@ -914,22 +913,22 @@ class Wire:
             dist.recv(message, self.peer, self.group)
             return np.frombuffer(message.numpy(), self.record)[0]
 
-    def serve(self, take_turn, weights):
+    def serve(self, robot, actor):
         """On the other rank, until the end."""
+        weights = nn.utils.parameters_to_vector(actor.acting()).detach()
         step = torch.zeros(1, dtype=torch.int64)
         while True:
             dist.recv(step, 0, self.group)
             dist.recv(weights, 0, self.group)
             if step < 0:
                 return
-            message = bytearray(take_turn(step.item(), weights).tobytes())
+            message = bytearray(robot.take_turn(actor, step.item(), weights).tobytes())
             dist.send(torch.frombuffer(message, dtype=torch.uint8), 0, self.group)
 
 
 # --- evaluate ---
 def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_episodes: int):
-    """The frozen policy's mean action, the same episodes for every run. An episode in which a human
-    acts all the same is left out, and counted."""
+    """Frozen policy, mean action, the same episodes for every run; no human's episode counts."""
     results = []
     for episode in range(num_episodes):
         robot.begin(0, seed=first_seed + episode)
@@ -1078,10 +1077,8 @@ def main(args: Args) -> dict[str, float]:
     if world > 1:
         dist.init_process_group("gloo")
     wires = [Wire(judge.record, other) for other in range(1, world)]
-    take_turn = partial(robot.take_turn, actor)
     if rank > 0:
-        weights = nn.utils.parameters_to_vector(actor.acting()).detach()
-        wires[rank - 1].serve(take_turn, weights)
+        wires[rank - 1].serve(robot, actor)
         dist.destroy_process_group()
         return {}
     online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
@@ -1117,7 +1114,8 @@ def main(args: Args) -> dict[str, float]:
         state |= dict(progress=progress, episode=episode, buffers=buffers)
         save_checkpoint(run.dir / "latest.pth", state)
 
-    link = Link([wire.take_turn for wire in wires] or [take_turn], range(step, args.max_steps))
+    actors = [wire.take_turn for wire in wires] or [partial(robot.take_turn, actor)]
+    link = Link(actors, range(step, args.max_steps))
     link.publish(agent)
     for thread in [*link.actors] * (args.max_lead + 1):
         link.grant(thread)

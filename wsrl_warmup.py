@@ -382,7 +382,7 @@ def row_dtype(env) -> np.dtype:
 def load_offline_data(args: Args, specs, env):
     """All sources as rows of a buffer, each row's number of its episode, mean return by source"""
     dtype, episodes, parts, returns = row_dtype(env), [], [], {}
-    for spec in specs:
+    for spec in specs:  # [name=]path[:weight]
         name, path, weight = re.fullmatch(r"(?:([^=/]*)=)?(.+?)(?::([0-9.]+))?", spec).groups()
         name = name or "demos"
         weight = float(weight or dict(demos=args.demo_weight, random=0.5).get(name, 1.0))
@@ -1015,15 +1015,15 @@ def main(args: Args) -> dict[str, float]:
         held = np.isin(number, chosen[: math.ceil(len(chosen) / 10)])
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     offline_rb = PrioritizedReplayBuffer((~held).sum(), dtype, alpha, rows[~held])
-    heldout_rb = PrioritizedReplayBuffer(held.sum(), dtype, alpha, rows[held])
     online_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha)
     mean, std = statistics(env.observation_space, rows["obs"])
     agent = WarmupAgent(args, env.scale, mean, std, device)
     collector = Collector(args, env)
+    # early stop: what is held out, its least error, checks since then, the weights that had it
+    early = dict(held=torch.tensor(rows[held].view(np.uint8)), least=math.inf, stale=0, best=None)
     del rows
-    early = dict(best_error=math.inf, stale=0, best=None)  # stale: checks since the best error
     parts = dict(agent=agent, collector=collector, online_rb=online_rb, offline_rb=offline_rb)
-    parts["heldout_rb"], retention = heldout_rb, (args.retention_ratio, args.retention_by, agent)
+    retention = (args.retention_ratio, args.retention_by, agent)
 
     def save(target: Path):
         state = {name: part.state_dict() for name, part in parts.items()}
@@ -1079,14 +1079,13 @@ def main(args: Args) -> dict[str, float]:
             window.append(stats | {"buffer/offline_frac": split[0] / args.batch_size})
 
         # 3 go online
-        if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
-            errors, target = agent.errors(tensors(heldout_rb.rows, device))
+        if len(early["held"]) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
+            errors, target = agent.errors(tensors(early["held"].numpy().view(dtype), device))
             # relative: the bare error is least while all values are still 0
             error = float(errors.square().mean() / target.var().clamp(min=1e-8))
-            row["losses/heldout_error"] = error
-            early["stale"] += 1
-            if error < early["best_error"]:
-                early = dict(best_error=error, stale=0, best=agent.checkpoint()["agent"])
+            row["losses/heldout_error"], early["stale"] = error, early["stale"] + 1
+            if error < early["least"]:
+                early |= dict(least=error, stale=0, best=agent.checkpoint()["agent"])
             if early["stale"] == args.early_stop_patience:
                 tqdm.write(f"early stop after {step} updates: held-out error {error:.3f}")
                 step = args.offline_steps
