@@ -362,9 +362,9 @@ def load_columns(path: str) -> dict:
 
 def read_demos(path: str, columns: dict, robot) -> np.ndarray:
     """Records for a buffer; actions come in the environment's units."""
-    # a bare vector is the state
-    columns = {f"{k}/state" if k.endswith("observations") else k: c for k, c in columns.items()}
     held = np.zeros(robot.layout.num_grippers)
+    for name in {"observations", "next_observations"} & {*columns}:  # a bare vector is the state
+        columns[f"{name}/state"] = columns.pop(name)
     try:
         records = np.zeros(len(columns["rewards"]), robot.record)
         for name, view in (("obs", "observations"), ("next_obs", "next_observations")):
@@ -478,9 +478,8 @@ class Encoder(nn.Module):  # hybrid: images
 
 # --- buffer ---
 class FrameBuffer:
-    """Replay that keeps each frame once: N transitions in E unbroken pieces are N + E frames.
-    A ring of frame slots; a transition starts at a slot and ends at the next one. Frames are shared
-    only if they are equal: no gap, end or wrap can pair those that do not belong together."""
+    """Each frame once: N transitions in E unbroken pieces are N + E frames. A ring of slots; a
+    transition starts at one and ends at the next. Frames are shared only if they are equal."""
 
     def __init__(self, capacity: int, record: np.dtype):
         names = ("obs", "actions", "rewards", "masks", "grasp_penalty")
@@ -510,9 +509,8 @@ class FrameBuffer:
         return self.slots[start], self.slots["obs"][(start + 1) % len(self.slots)]
 
     def state_dict(self) -> dict:
-        slots = torch.from_numpy(self.slots[: self.written].view(np.uint8).copy())
-        starts = torch.from_numpy(self.starts.copy())
-        return dict(slots=slots, starts=starts, written=self.written)
+        slots = torch.tensor(self.slots[: self.written].view(np.uint8))  # copies
+        return dict(slots=slots, starts=torch.tensor(self.starts), written=self.written)
 
     def load_state_dict(self, state: dict):
         self.starts[:], self.written = state["starts"].numpy(), state["written"]
@@ -744,7 +742,7 @@ class SACHybridAgent(SAC):
         return self.count(apply_gradients(sum(losses.values()), *groups), losses)
 
     def acting(self) -> list[nn.Parameter]:
-        """All that acting needs: this is what the learner publishes."""
+        """All that acting needs: what the learner publishes"""
         heads = [head for name, head in self.critic.items() if name != "qf"]
         return [param for module in (self.actor, *heads) for param in module.parameters()]
 
@@ -782,14 +780,13 @@ SCALARS = ["rewards", "masks", "grasp_penalty", *COUNTED, *RESULTS]
 
 
 class Robot:
-    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1]. An
-    episode is a function of the step it began at and its actions: to resume one, repeat them.
-    Of an observation it keeps what is in `keys`, if these are given."""
+    """An environment as the loops see it: uint8 images, float32 vectors, actions in [-1,1]; of an
+    observation only `keys`. An episode is a function of the step it began at and its actions."""
 
     def __init__(self, args: Args, human: bool, rank: int = 0, keys=()):
         self.args, self.rank, self.keys, self.built_in = args, rank, keys, args.env_id == BUILT_IN
         arms, grippers, _ = MODES[args.setup_mode]
-        size = 6 * arms + grippers  # another environment's own action_space comes first
+        size = 6 * arms + grippers
         if self.built_in:
             self.env = BarWorld(args.setup_mode, args.human)
         elif ".py:" in args.env_id:  # the manual's own environment: no base class, no spaces
@@ -878,8 +875,8 @@ class Robot:
 
 
 class Link:
-    """The learner's end of its actors, a thread for each. A turn is leave to take one step;
-    max_lead + 1 of them are out at a time. `weights` is a copy, replaced and never changed."""
+    """The learner's end of its actors, a thread for each. A turn is leave to take one step; each
+    has max_lead + 1 of them at a time. `weights` is a copy, replaced and never changed."""
 
     def __init__(self, actors, steps):
         self.actors = {ThreadPoolExecutor(1): take_turn for take_turn in actors}
@@ -917,22 +914,22 @@ class Wire:
             dist.recv(message, self.peer, self.group)
             return np.frombuffer(message.numpy(), self.record)[0]
 
-    def serve(self, take_turn, weights):
+    def serve(self, robot, actor):
         """On the other rank, until the end."""
+        weights = nn.utils.parameters_to_vector(actor.acting()).detach()
         step = torch.zeros(1, dtype=torch.int64)
         while True:
             dist.recv(step, 0, self.group)
             dist.recv(weights, 0, self.group)
             if step < 0:
                 return
-            message = bytearray(take_turn(step.item(), weights).tobytes())
+            message = bytearray(robot.take_turn(actor, step.item(), weights).tobytes())
             dist.send(torch.frombuffer(message, dtype=torch.uint8), 0, self.group)
 
 
 # --- evaluate ---
 def evaluate_robot(agent: SACHybridAgent, robot: Robot, first_seed: int, num_episodes: int):
-    """The frozen policy's mean action, the same episodes for every run. An episode in which a human
-    acts all the same is left out, and counted."""
+    """Frozen policy, mean action, the same episodes for every run; no human's episode counts."""
     results = []
     for episode in range(num_episodes):
         robot.begin(0, seed=first_seed + episode)
@@ -1072,10 +1069,8 @@ def main(args: Args) -> dict[str, float]:
     if world > 1:
         dist.init_process_group("gloo")
     wires = [Wire(judge.record, other) for other in range(1, world)]
-    take_turn = partial(robot.take_turn, actor)
     if rank > 0:
-        weights = nn.utils.parameters_to_vector(actor.acting()).detach()
-        wires[rank - 1].serve(take_turn, weights)
+        wires[rank - 1].serve(robot, actor)
         dist.destroy_process_group()
         return {}
     online_rb, demo_rb = (FrameBuffer(args.buffer_size, judge.record) for _ in range(2))
@@ -1111,11 +1106,11 @@ def main(args: Args) -> dict[str, float]:
         state |= dict(progress=progress, episode=episode, buffers=buffers)
         save_checkpoint(run.dir / "latest.pth", state)
 
-    link = Link([wire.take_turn for wire in wires] or [take_turn], range(step, args.max_steps))
+    actors = [wire.take_turn for wire in wires] or [partial(robot.take_turn, actor)]
+    link = Link(actors, range(step, args.max_steps))
     link.publish(agent)
-    threads = [*link.actors]
-    for i in range(max(args.max_lead + 1, len(threads))):
-        link.grant(threads[i % len(threads)])
+    for thread in [*link.actors] * (args.max_lead + 1):
+        link.grant(thread)
     try:
         while step < args.max_steps and not stop:
             # 1 collect: the actors do, see Robot.take_turn; the human's steps go into both buffers
@@ -1188,8 +1183,7 @@ def main(args: Args) -> dict[str, float]:
         run.log({"global_step": step} | evaluate_robot(agent, judge, 20_000, args.report_episodes))
         metrics |= run.rows[-1]
     save_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
-    panels = {"success": ["eval/success_rate", "charts/success_rate"]}
-    panels |= {"steps to success": ["eval/steps_to_success"]}
+    panels = {"success": ["eval/success_rate"], "steps to success": ["eval/steps_to_success"]}
     panels |= {"share of steps by the human": ["charts/intervention_rate"]}
     run.close("environment steps", panels | {"values": ["losses/q_values", "losses/critic_loss"]})
     if world > 1:

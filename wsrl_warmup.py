@@ -339,8 +339,8 @@ def read_source(path: str, obs_dim: int, action_dim: int) -> dict[str, np.ndarra
             dones = check_column(raw, "dones") != 0
             masks = check_column(dict(masks=1 - dones) | raw, "masks")
             raw |= dict(terminations=1 - masks, truncations=dones * (masks > 0))
-        shapes = zip(COLUMNS, ((obs_dim,), (action_dim,), (), (obs_dim,), (), ()), strict=True)
-        return {name: check_column(raw, name, shape) for name, shape in shapes}
+        shapes = dict(obs=(obs_dim,), next_obs=(obs_dim,), actions=(action_dim,))
+        return {name: check_column(raw, name, shapes.get(name, ())) for name in COLUMNS}
     except (KeyError, ValueError) as error:
         missing = "a column is missing: " if isinstance(error, KeyError) else ""
         sys.exit(f"data file {path}: {missing}{error}")
@@ -383,7 +383,7 @@ def row_dtype(env) -> np.dtype:
 def load_offline_data(args: Args, specs, env):
     """All sources as rows of a buffer, each row's number of its episode, mean return by source"""
     dtype, episodes, parts, returns = row_dtype(env), [], [], {}
-    for spec in specs:
+    for spec in specs:  # [name=]path[:weight]
         name, path, weight = re.fullmatch(r"(?:([^=/]*)=)?(.+?)(?::([0-9.]+))?", spec).groups()
         name = name or "demos"
         weight = float(weight or dict(demos=args.demo_weight, random=0.5).get(name, 1.0))
@@ -525,8 +525,7 @@ def filter_offline_data(buffer, retention_ratio: float = 0.2, by: str = "quality
     if retention_ratio == 1 or not len(buffer):
         return buffer
     top_k = max(math.ceil(retention_ratio), int(len(buffer) * retention_ratio))  # 1, unless 0
-    priorities = compute_priorities(buffer, by, agent) if top_k else buffer.priorities
-    return buffer.select_top_k(priorities, top_k)
+    return buffer.select_top_k(compute_priorities(buffer, by, agent), top_k)
 
 
 def split_rows(batch_size: int, ratio: float, num_offline: int, num_online: int) -> tuple[int, int]:
@@ -982,8 +981,7 @@ def main(args: Args) -> dict[str, float]:
         return {}
     path, saved = Path(args.run_dir or "") / "latest.pth", None
     going_on = args.resume and path.exists()
-    handed_over = args.stage == "online" and not going_on
-    if going_on or handed_over:
+    if going_on or args.stage == "online":
         saved = load_checkpoint(path if going_on else args.checkpoint_path, "step")
         print(f"going on after step {saved['step']}")
         args.offline_steps = saved["args"]["offline_steps"]
@@ -1009,15 +1007,15 @@ def main(args: Args) -> dict[str, float]:
         held = np.isin(number, chosen[: math.ceil(len(chosen) / 10)])
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     offline_rb = PrioritizedReplayBuffer((~held).sum(), dtype, alpha, rows[~held])
-    heldout_rb = PrioritizedReplayBuffer(held.sum(), dtype, alpha, rows[held])
     online_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha)
     mean, std = statistics(env.observation_space, rows["obs"])
     agent = WarmupAgent(args, env.scale, mean, std, device)
     collector = Collector(args, env)
+    # early stop: what is held out, its least error, checks since then, the weights that had it
+    early = dict(held=torch.tensor(rows[held].view(np.uint8)), least=math.inf, stale=0, best=None)
     del rows
-    early = dict(best_error=math.inf, stale=0, best=None)  # stale: checks since the best error
     parts = dict(agent=agent, collector=collector, online_rb=online_rb, offline_rb=offline_rb)
-    parts["heldout_rb"], retention = heldout_rb, (args.retention_ratio, args.retention_by, agent)
+    retention = (args.retention_ratio, args.retention_by, agent)
 
     def save(target: Path):
         state = {name: part.state_dict() for name, part in parts.items()}
@@ -1028,7 +1026,7 @@ def main(args: Args) -> dict[str, float]:
         for name, part in parts.items():
             part.load_state_dict(saved[name])
         step, (early, returns, window) = saved["step"], saved["progress"]
-        if handed_over and args.filtered_data_path:
+        if args.filtered_data_path and not going_on:
             offline_rb.load_state_dict(load_checkpoint(args.filtered_data_path, "priorities"))
     elif not args.offline_steps:
         parts["offline_rb"] = offline_rb = filter_offline_data(offline_rb, *retention)
@@ -1073,14 +1071,13 @@ def main(args: Args) -> dict[str, float]:
             window.append(stats | {"buffer/offline_frac": split[0] / args.batch_size})
 
         # 3 go online
-        if len(heldout_rb) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
-            errors, target = agent.errors(tensors(heldout_rb.rows, device))
+        if len(early["held"]) and not env_steps and step % max(1, args.offline_steps // 20) == 0:
+            errors, target = agent.errors(tensors(early["held"].numpy().view(dtype), device))
             # relative: the bare error is least while all values are still 0
             error = float(errors.square().mean() / target.var().clamp(min=1e-8))
-            row["losses/heldout_error"] = error
-            early["stale"] += 1
-            if error < early["best_error"]:
-                early = dict(best_error=error, stale=0, best=agent.checkpoint()["agent"])
+            row["losses/heldout_error"], early["stale"] = error, early["stale"] + 1
+            if error < early["least"]:
+                early |= dict(least=error, stale=0, best=agent.checkpoint()["agent"])
             if early["stale"] == args.early_stop_patience:
                 tqdm.write(f"early stop after {step} updates: held-out error {error:.3f}")
                 step = args.offline_steps

@@ -139,7 +139,7 @@ def table(rows, arms) -> str:
 
 def grid(rows) -> str:
     """Markdown: every tuning run"""
-    lines = ["| | seed and flags | success | steps to success |", "|---|---|---|---|"]
+    lines = ["| arm | setting | success | steps to success |", "|---|---|---|---|"]
     for row in rows:
         flags = row["command"].removeprefix("python sac_hybrid.py --seed ")
         lines.append(f"| {row['arm']} | `{flags}` | {row['success_rate']:.2f} | {row['steps_to_success']:.1f} |")
