@@ -52,7 +52,7 @@ REPORTED |= {"lucky long": "locks that luck opens, too: twice the rollouts"}
 REPORTED |= {"lake": "twelve frozen lakes, ten turns"}
 NAMES = ("4e-3 x 1", "2e-3 x 1", "1e-3 x 1", "5e-4 x 1", "2e-3 x 2", "1e-3 x 2")  # learning rate x epochs
 SETTINGS = {name: (float(name[:4]), int(name[-1])) for name in NAMES}
-CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2)}  # on the tuning seeds; others 2e-3 x 1
+CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
     "baseline": dict(method="baseline"),
