@@ -162,8 +162,7 @@ class Args:
             if given is None:
                 setattr(self, name, allowed[0] if allowed else 0.5)
             elif allowed and given not in allowed:
-                what = " or ".join(map(str, allowed))
-                raise ValueError(f"--{name} {given} contradicts --method {self.method}: {what}")
+                raise ValueError(f"--{name} {given}: --method {self.method} allows {allowed}")
         modes = {self.val_rollout_expmode, self.train_rollout_expmode}
         self.uses_pool = modes != {"woexp"} or self.method == "sd"
         self.batch_size = self.num_tasks * self.group_size
@@ -350,7 +349,7 @@ class Trajectory:
     task: int  # seed of the environment
     data_id: int = 0  # its group in the batch
     rollout_id: int = 0  # its place in the group
-    guided: bool = False  # to be played with experience in front of the question
+    guided: bool = False  # to be played with experience
     keep: bool = True  # as a training sample it keeps the experience
     trajectory_id: str = ""
     prompt_ids: list[int] = field(default_factory=list)  # the question alone
@@ -360,7 +359,7 @@ class Trajectory:
     sampler_logprobs: list[float] = field(default_factory=list)  # one per sampled id
     reward: float = 0.0
     success: bool = False
-    topic: str = ""  # what the environment says its experience is about, or the question
+    topic: str = ""  # what its experience is about
     experience: str = ""  # what a success did, for the pool
     is_experience_replay: bool = False
     old_log_probs: list[float] = field(default_factory=list)  # of the response, when it was saved
@@ -1134,16 +1133,15 @@ def main(args: Args) -> dict[str, float]:
         names = [f"losses/{name}" for name in f"{LOSSES} grad_norm".split()]
         metrics = dict(zip(names, torch.stack(updates).mean(0).tolist(), strict=True))
         if off.any():  # watch p99: all-stripped training (EI) is known to explode
-            r = total(logratios)[off].exp()
-            found = (("mean", r.mean()), ("p99", r.quantile(0.99)), ("max", r.max()))
-            metrics |= {f"ratio/off_{name}": x.item() for name, x in found}
-        mismatch = (old_log_probs - sampled).abs()  # of on-policy tokens: others had another prompt
+            ratio = total(logratios)[off].exp()
+            metrics |= {"ratio/off_mean": ratio.mean().item(), "ratio/off_max": ratio.max().item()}
+            metrics["ratio/off_p99"] = ratio.quantile(0.99).item()
         metrics |= batch_metrics(fresh, replayed, manager, iteration, args) | {
             "global_step": global_step,
             "exp/pool_size": len(pool.records),
             "losses/skipped_steps": skipped_steps,
             "losses/guarded_steps": guarded,
-            "rollout/logprob_mismatch": masked_mean(mismatch, mask * ~off).item(),
+            "rollout/logprob_mismatch": masked_mean((old_log_probs - sampled).abs(), mask * ~off).item(),
             "charts/learning_rate": lr,
             "charts/SPS": len(fresh) / (time.time() - iteration_start),
             "time/rollout": rollout_time,

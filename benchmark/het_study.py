@@ -39,7 +39,6 @@ ROLLOUTS, FILL, EVAL_SIZE, EVALUATIONS = 10_240, 768, 480, 3
 GAMES = {  # the pool grows with every iteration
     "lock": dict(updated_freq=1),
     "lake": dict(updated_freq=1, env=f"{HERE}/lake.py:Lake", max_turns=10),
-    "five turns": dict(updated_freq=1, max_turns=5),
     "lucky": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),
     "lucky long": dict(updated_freq=1, env=f"{HERE}/locks.py:Lucky"),  # twice the rollouts
     "luckier": dict(updated_freq=1, env=f"{HERE}/locks.py:Luckier"),
@@ -68,7 +67,6 @@ ARMS = {
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
     "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
-    "sft, stripped only": dict(method="sft", train_sample_expmode="discard"),
     "sft, two shortest": dict(method="sft", max_trajectories_per_task=2),
     "sd, coefficient 0.3": dict(method="sd", sd_coef=0.3),
 }
@@ -86,8 +84,8 @@ def seeds_of(game):
 
 
 def chosen(game, arm):
-    """Learning rate and epochs; where luck plays a part, the same are best for all."""
-    return (1e-3, 2) if "lucky" in game else CHOSEN.get(arm, (2e-3, 1))
+    """Learning rate and epochs; on the lake and where verdicts mislead the same are best for all."""
+    return CHOSEN.get(arm, (2e-3, 1)) if game == "lock" else (1e-3, 2)
 
 
 def options_of(game, arm):
