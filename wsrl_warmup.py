@@ -788,8 +788,7 @@ class WarmupAgent(SAC):
     def more_actor_losses(self, batch, mean):
         if not self.bc_weight:
             return {}
-        # warm-up: cloning; what is left of it online, on offline rows, in units of |Q| as in TD3+BC
-        # (arXiv:2106.06860): without it a good clone is lost within a few hundred steps
+        # warm-up: cloning; on offline rows, in units of |Q| as in TD3+BC (arXiv:2106.06860)
         error = (mean.tanh() - batch["actions"]).square().sum(-1) * (batch["returns"] > -math.inf)
         return {"bc_loss": self.bc_weight * self.q_size * error.mean()}
 
@@ -827,7 +826,7 @@ class Collector:
 
     def __init__(self, args: Args, env):
         self.args, self.env = args, env
-        self.obs, self.start, self.actions, self.episodes = None, 0, [], []  # (return, length)
+        self.obs, self.start, self.actions, self.episodes = None, 0, [], []  # return, length
 
     def begin(self, step: int):
         seed = int(np.random.SeedSequence([self.args.seed, 4, step]).generate_state(1)[0])
@@ -848,8 +847,8 @@ class Collector:
         next_obs, reward, terminated, truncated, _ = self.env.step(action)
         if not np.isfinite([reward, *next_obs]).all():
             raise ValueError(f"{self.args.env_id} gave reward {reward}, observation {next_obs}")
-        # a time limit bootstraps from its next_obs, only a termination ends the value
         scaled = reward * self.args.reward_scale
+        # a time limit bootstraps from its next_obs, only a termination ends the value
         row = (self.obs, next_obs, action, scaled, not terminated, 1, 0.5, -math.inf)
         self.obs, self.total = next_obs, self.total + float(reward)
         self.actions.append(action)
@@ -1001,10 +1000,10 @@ def main(args: Args) -> dict[str, float]:
     metrics = {name: value for row in run.rows for name, value in row.items()}  # the latest of each
     print(f"preset {args.preset}:", *(f"{name} {getattr(args, name)}" for name in OPTIONS))
 
-    held = np.zeros(len(rows), bool)
-    if args.early_stop_patience and args.offline_steps and len(rows):  # a tenth of the episodes
-        chosen = np.random.default_rng([args.seed, 6]).permutation(number[-1] + 1)
-        held = np.isin(number, chosen[: math.ceil(len(chosen) / 10)])
+    shuffled = np.random.default_rng([args.seed, 6]).permutation(np.unique(number))
+    stops = args.early_stop_patience and args.offline_steps
+    tenth = math.ceil(len(shuffled) / 10) if stops else 0
+    held = np.isin(number, shuffled[:tenth])  # rows of a tenth of the episodes
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     offline_rb = PrioritizedReplayBuffer((~held).sum(), dtype, alpha, rows[~held])
     online_rb = PrioritizedReplayBuffer(args.buffer_size, dtype, alpha)
@@ -1091,8 +1090,7 @@ def main(args: Args) -> dict[str, float]:
         # 4 evaluate
         if switching or last or (args.eval_every and step % args.eval_every == 0):
             row |= evaluate_policy(agent, judge, args.eval_episodes)
-        if switching:
-            # which deserves trust online, the data or the policy made of them (arXiv:2510.01460)?
+        if switching:  # which deserves trust online, data or policy (arXiv:2510.01460)?
             data = " ".join(f"{name} {value:.1f}" for name, value in returns.items())
             own = row["eval/episodic_return"]
             trusted = "policy" if own >= max(returns.values()) else "data"
