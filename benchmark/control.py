@@ -215,6 +215,12 @@ def best(tuning, task, arm, column):
     return min(scores, key=scores.get) if len(scores) == len(TRIALS[task]) else None
 
 
+def finished(curves, tuning):
+    """Tasks of which nothing is missing"""
+    pairs = {task: [(arm, best(tuning, task, arm, column)) for arm in ARMS for column in (0, 1)] for task in LEVELS}
+    return [t for t, own in pairs.items() if all((t, *pair, seed) in curves for pair in own for seed in SEEDS)]
+
+
 def words(arm, setting):
     options = json.loads(setting)
     names = WORDS | (dict(starts="warm-up") if arm == "design" else {})
@@ -263,13 +269,14 @@ COLOURS = dict(zip(ARMS, ("tab:red", "tab:orange", "tab:gray", "tab:purple", "ta
 TITLES = {}  # (task, column): what the panel says
 
 
-def draw(curves, tuning, path):
+def draw(tasks, curves, tuning, path):
     """A dot a seed, hollow at the end of its run where it never got there; the median beside the bar that marks it."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 6.5), layout="constrained")
-    panels = [(task, column) for task in LEVELS for column in (0, 1)]
-    for axis, (task, column) in zip(figure.subplots(2, 2).flat, panels, strict=True):
+    figure = Figure(figsize=(13, 0.4 + 3.1 * len(tasks)), layout="constrained")
+    panels = [(task, column) for task in tasks for column in (0, 1)]
+    for i, (task, column) in enumerate(panels, 1):
+        axis = figure.add_subplot(len(tasks), 2, i)
         for y, (arm, colour) in enumerate(reversed(COLOURS.items())):
             setting, level = best(tuning, task, arm, column), LEVELS[task][1]
             mine = [curve for key, curve in curves.items() if key[:3] == (task, arm, setting)]
@@ -311,10 +318,9 @@ def main():
             for job in jobs:
                 record(path, pool, *job)
     curves, tuning = read(STUDY), read(TUNING)
-    for task in LEVELS:
-        if any(key[0] == task for key in curves):
-            print(f"\n{table(task, curves, tuning)}\n\ntrials, seed {TUNING_SEED}\n\n{grid_table(task, tuning)}")
-    draw(curves, tuning, HERE.parent / "docs" / "control.png")
+    for task in (tasks := finished(curves, tuning)):
+        print(f"\n{table(task, curves, tuning)}\n\ntrials, seed {TUNING_SEED}\n\n{grid_table(task, tuning)}")
+    draw(tasks, curves, tuning, HERE.parent / "docs" / "control.png")
 
 
 if __name__ == "__main__":

@@ -160,25 +160,29 @@ def measure():
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
 
 
+def rates(rows, name, width, layer_norm):
+    key = (name, str(width), str(layer_norm))
+    found = [row for row in rows if (row["script"], row["width"], row["layer_norm"]) == key]
+    return [float(row["updates_per_second"]) for row in found]
+
+
+def times(rows, name, width, layer_norm):
+    """How many times as many as stable-baselines3, round by round: a machine that slows down slows all."""
+    pairs = zip(rates(rows, name, width, layer_norm), rates(rows, SB3, width, 0), strict=True)
+    return statistics.median(x / y for x, y in pairs)
+
+
 def table(rows):
-    """Markdown: median updates a second, and how many times stable-baselines3's, round by round (quartiles)"""
+    """Markdown: median updates a second, and how many times stable-baselines3's"""
     columns = [(width, layer_norm) for width in WIDTHS for layer_norm in (0, 1)]
     heads = [f"{width}x{width}{', LayerNorm' * layer_norm}" for width, layer_norm in columns]
     lines = [f"| updates a second (times SB3) | {' | '.join(heads)} |", "|---" * 5 + "|"]
-
-    def rates(name, width, layer_norm):
-        key = (name, str(width), str(layer_norm))
-        found = [row for row in rows if (row["script"], row["width"], row["layer_norm"]) == key]
-        return [float(row["updates_per_second"]) for row in found]
-
     for name in SCRIPTS:
         row = []
-        for width, layer_norm in columns:
-            own = rates(name, width, layer_norm)
-            # round by round: a machine that slows down for a second slows all
-            ratios = [x / y for x, y in zip(own, rates(SB3, width, 0), strict=False)]
-            row.append(f"{statistics.median(own):.0f} ({statistics.median(ratios):.2f})" if own else "–")
-        lines.append(f"| {f'`{name}`' if name.endswith('.py') else name} | {' | '.join(row)} |")
+        for key in columns:
+            own = rates(rows, name, *key)
+            row.append(f"{statistics.median(own):.0f} ({times(rows, name, *key):.2f})" if own else "–")
+        lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
