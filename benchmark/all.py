@@ -3,7 +3,8 @@
 python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
 python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
 
-Fetch needs: pip install -e .[mujoco]; peers.py makes an environment of its own; race.py needs TRL.
+Fetch and Reacher need: pip install -e .[mujoco]; race.py, control.py, sac_speed.py: pip install -e .[peers]; peers.py
+makes an environment of its own.
 """
 
 import argparse
@@ -24,7 +25,9 @@ COMMANDS = [  # script and flags, what makes it only print
     ("real_model.py", "--tables"),
     ("het_study.py", "--table"),
     ("sac_results.py", "--table"),
+    ("sac_speed.py", "--table"),
     ("wsrl_study.py", "--table"),
+    ("control.py", "--tables"),
     ("overview.py", ""),
 ]
 

@@ -1,11 +1,13 @@
-"""ppo.py against TRL's GRPOTrainer: same model, same batch, same machine, one thread, alternating.
+"""ppo.py against TRL's GRPOTrainer: same model, same batch, one process, iteration by iteration in turn.
 
     python benchmark/peers.py                        # makes runs/peers_venv on first use; tiny Llama
     python benchmark/peers.py --real-model FOLDER    # and a pretrained model of yours
     python benchmark/peers.py --table                # the table from benchmark/peers.csv
 
-GRPO has no critic; ppo.py also trains one. Each side runs in a process of its own, so its peak memory is its own; times
-are CPU seconds of that process. SAC against stable-baselines3: sac_speed.py and wsrl_speed.py.
+GRPO has no critic; ppo.py also trains one. Each side is a thread that waits while the other has its turn, so that other
+load on the machine hits both; times are CPU seconds of the thread. `matrix products` are the floor of both: those of
+the model's layers on as many tokens, and nothing else. Rows of round 0 hold the peak memory of one side alone.
+SAC against stable-baselines3 and SBX: sac_speed.py, and control.py for how long it takes to learn.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 from pathlib import Path
@@ -25,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT, PATH = HERE.parent, HERE / "peers.csv"
 VENV = ROOT / "runs" / "peers_venv"
 PEERS = ("trl==1.16.0",)
-WARM_UP, SIDES = 3, {"ppo.py": "ours", "TRL GRPOTrainer": "theirs"}
+WARM_UP = 3
 COLUMNS = ["work", "side", "round", "responses_per_second", "tokens_per_second", "peak_mb"]
 WORK = {  # iterations, epochs, responses, tokens of a response
     "tiny, 1 epoch": (60, 1, 32, 6),
@@ -42,7 +45,7 @@ def gap(stamps):
     return statistics.median(b - a for a, b in zip(stamps[WARM_UP:], stamps[WARM_UP + 1 :], strict=False))
 
 
-def ours(work, model, folder):
+def ours(work, model, folder, turn):
     """-> CPU seconds of an iteration of ppo.py, from one line of its log to the next; tokens of a response"""
     import ppo
 
@@ -54,7 +57,8 @@ def ours(work, model, folder):
 
     def timed(self, metrics):
         log(self, metrics)
-        stamps.append(time.process_time())
+        stamps.append(time.thread_time())
+        turn()
         lengths.append(metrics.get("charts/response_length", tokens))
 
     ppo.Run.log = timed
@@ -62,7 +66,7 @@ def ours(work, model, folder):
     return gap(stamps), statistics.mean(lengths[WARM_UP:])
 
 
-def theirs(work, model, folder):
+def theirs(work, model, folder, turn):
     """-> CPU seconds from one generation of GRPOTrainer to the next; tokens of a response"""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -88,7 +92,7 @@ def theirs(work, model, folder):
         max_steps=iterations * epochs,
         report_to=[],
         save_strategy="no",
-        logging_steps=epochs,
+        logging_steps=10 * epochs,  # its default
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -99,7 +103,8 @@ def theirs(work, model, folder):
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, *rest, **kwargs):
             if state.global_step % epochs == 0:
-                stamps.append(time.process_time())
+                stamps.append(time.thread_time())
+                turn()
 
     trainer = GRPOTrainer(
         lm.float(),
@@ -114,16 +119,83 @@ def theirs(work, model, folder):
     return gap(stamps), statistics.mean(lengths[WARM_UP:])
 
 
-def worker(work, side, model):
-    """Runs in the peers' environment. The last line of its output is what it found."""
+def floor(work, model, *_):
+    """-> CPU seconds of the products of an iteration: prompts, tokens one by one, forward and backward; tokens"""
+    import torch
+
+    import ppo
+
+    _, epochs, responses, tokens = WORK[work]
+    args = ppo.Args(model_name=model, max_response_length=tokens)
+    lm, tokenizer, _ = ppo.load_lm(args)
+    train, _, _ = ppo.make_task(args, tokenizer)
+    prompts = responses * max(len(tokenizer(prompt)["input_ids"]) for prompt, _ in train[:responses])
+    head = lm.get_output_embeddings().weight.detach().float()
+    layers = [x.weight.detach().float() for x in lm.model.modules() if isinstance(x, torch.nn.Linear)]
+
+    def products(weights, rows, backward):
+        for weight in weights:
+            x = torch.ones(rows, weight.shape[1])
+            y = x @ weight.T
+            if backward:
+                y @ weight, y.T @ x
+
+    stamps = []
+    for _ in range(WARM_UP + 6):
+        products(layers, prompts, False)
+        for i in range(tokens):
+            products([*layers[: len(layers) * (i > 0)], head], responses, False)
+        for _ in range(epochs):
+            products(layers, prompts + responses * tokens, True)
+            products([head], responses * tokens, True)
+        stamps.append(time.thread_time())
+    return gap(stamps), tokens
+
+
+SIDES = {"ppo.py": ours, "TRL GRPOTrainer": theirs, "matrix products": floor}
+
+
+def in_turn(work, model, folder):
+    """Both sides, an iteration each -> {side: what it found}"""
+    gates, found = {name: threading.Semaphore(0) for name in SIDES}, {}
+
+    def go(name, other, side):
+        def turn():
+            gates[other].release()
+            gates[name].acquire()
+
+        gates[name].acquire()
+        try:
+            found[name] = side(work, model, folder, turn)
+        finally:
+            gates[other].release(10**6)  # whoever is left goes on alone
+
+    (mine, one), (yours, two), (least, bare) = SIDES.items()
+    gates[mine].release()
+    thread = threading.Thread(target=go, args=(yours, mine, two))
+    thread.start()
+    go(mine, yours, one)
+    thread.join()
+    return found | {least: bare(work, model)}
+
+
+def worker(work, model, alone=None):
+    """Runs in the peers' environment. The last line of its output: rates of all sides, or the memory of one."""
     import torch
 
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
-        seconds, length = {"ours": ours, "theirs": theirs}[side](work, model, folder)
-    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps([WORK[work][2] / seconds, WORK[work][2] * length / seconds, peak_mb]))
+        if alone:
+            SIDES[alone](work, model, folder, lambda: None)
+            print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+        else:
+            found, size = in_turn(work, model, folder), WORK[work][2]
+            print(
+                json.dumps(
+                    {name: [size / seconds, size * length / seconds] for name, (seconds, length) in found.items()}
+                )
+            )
 
 
 def python(*command):
@@ -149,18 +221,19 @@ def spread(values, form=".2f"):
 
 
 def tables(rows):
-    """Markdown: median over the rounds, smallest and largest in brackets."""
-    lines = ["| work | ours: responses/s | TRL: responses/s | ratio | memory, ours / TRL |", "|---|---|---|---|---|"]
+    """Markdown: median over the rounds, smallest and largest in brackets; the floor is the fastest round."""
+    heads = "work | ours: responses/s | TRL: responses/s | ratio | matrix products alone | memory, ours / TRL"
+    lines = [f"| {heads} |", "|---" * 6 + "|"]
     for work in WORK:
-        mine = {side: [row for row in rows if (row["work"], row["side"]) == (work, side)] for side in SIDES}
-        if all(mine.values()):
-            rate, memory = (
-                {side: [float(row[name]) for row in mine[side]] for side in SIDES} for name in (COLUMNS[3], COLUMNS[5])
-            )
-            ratio = spread([x / y for x, y in zip(*rate.values(), strict=True)])
-            sizes = " / ".join(f"{statistics.median(values):.0f} MB" for values in memory.values())
-            rates = " | ".join(spread(values, ".1f") for values in rate.values())
-            lines.append(f"| {work} | {rates} | {ratio} | {sizes} |")
+        mine = [[row for row in rows if (row["work"], row["side"]) == (work, side)] for side in SIDES]
+        if all(mine):
+            rates = ([float(row[COLUMNS[3]]) for row in side if row["round"] != "0"] for side in mine)
+            ours, theirs, least = rates
+            cells = [spread(ours, ".1f"), spread(theirs, ".1f")]
+            cells += [spread([x / y for x, y in zip(ours, theirs, strict=True)]), f"{max(least):.1f}"]
+            sizes = [row[COLUMNS[5]] for side in mine for row in side if row["round"] == "0"]
+            cells.append(" / ".join(f"{float(size):.0f} MB" for size in sizes))
+            lines.append(f"| {work} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -168,12 +241,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real-model", help="folder of a causal LM")
     parser.add_argument("--only", choices=list(WORK), help="one kind of work; the other rows stay")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--table", action="store_true", help="no runs")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(*options.worker, options.real_model)
+        work, *alone = options.worker
+        worker(work, options.real_model, *alone)
     else:
         if not options.table:
             make_venv()
@@ -182,10 +256,13 @@ if __name__ == "__main__":
             found = [row for row in csv.reader(open(PATH)) if row[0] not in (*works, "work")] if PATH.exists() else []
             for work in works:
                 model = ["--real-model", options.real_model] if work.startswith("real") else []
+                for name in list(SIDES)[:2]:
+                    *_, last = python(Path(__file__), "--worker", work, name, *model).splitlines()
+                    found.append([work, name, 0, "", "", round(json.loads(last), 2)])
                 for i in range(options.rounds):
-                    for name, side in SIDES.items():
-                        *_, last = python(Path(__file__), "--worker", work, side, *model).splitlines()
-                        found.append([work, name, i + 1, *(round(x, 2) for x in json.loads(last))])
+                    *_, last = python(Path(__file__), "--worker", work, *model).splitlines()
+                    for name, rates in json.loads(last).items():
+                        found.append([work, name, i + 1, *(round(x, 2) for x in rates), ""])
                         print(*found[-1], flush=True)
             with open(PATH, "w", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS, *found])

@@ -1,30 +1,39 @@
-"""Updates per second of sac_hybrid.py and of stable-baselines3's SAC, in the same run, alternating.
+"""Updates per second of our two SAC scripts, of stable-baselines3 and of SBX, in the same process, alternating.
 
-State observations (17 numbers, 6 actions), 256x256 networks, 2 critics, batch 256, one thread, automatic temperature, a
-buffer of 10000 transitions, every update full: critic, actor, temperature, targets. Sampling the batch counts on both
-sides. Ours is measured as it is by default, with LayerNorm, which the other has not; without it for equal terms; and
-with `cta 2`, as it is used: every second update is critic-only. CPU seconds of the process: other load must not count.
-Ratios are medians over short rounds.
+    pip install -e .[peers]
+    python benchmark/sac_speed.py            # measures, writes benchmark/sac_speed.csv, prints the table of the page
+    python benchmark/sac_speed.py --table    # only prints
 
-    pip install stable-baselines3
-    python benchmark/sac_speed.py            # writes benchmark/sac_speed.csv
+State observations (17 numbers, 6 actions), 2 critics, batch 256, one thread, automatic temperature, a buffer of 10000
+transitions, every update full: critic, actor, temperature, targets. Sampling the batch counts on every side, compiling
+(SBX) on none; both libraries get ten updates in one call. LayerNorm is our default; stable-baselines3 has none. With
+`critic-only`, as sac_hybrid.py is used, every second update leaves the actor out. `matrix products alone` are torch's:
+those of a full update and nothing else. CPU seconds of the process: other load must not count.
 """
 
 import argparse
 import csv
 import ctypes
+import os
+import statistics
 import sys
 import time
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 import gymnasium as gym
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sac_hybrid import Args, FrameBuffer, Robot, SACHybridAgent, sample_batch
+import sac_hybrid
+import wsrl_warmup
 
-OBS, ACTIONS, BATCH, UPDATES, ROUNDS = 17, 6, 256, 10, 21
+PATH, COLUMNS = Path(__file__).with_suffix(".csv"), ["round", "width", "layer_norm", "script", "updates_per_second"]
+OBS, ACTIONS, BATCH, UPDATES, ROUNDS, WIDTHS = 17, 6, 256, 10, 21, (256, 64)
+SB3, FLOOR = "stable-baselines3", "matrix products alone"
+SCRIPTS = (SB3, "SBX", "sac_hybrid.py", "sac_hybrid.py, every second critic-only", "wsrl_warmup.py", FLOOR)
 
 
 class Blank(gym.Env):
@@ -38,61 +47,151 @@ class Blank(gym.Env):
         return np.zeros(OBS, np.float32), 0.0, False, False, {}
 
 
-def main():
-    try:
-        import stable_baselines3
-        from stable_baselines3.common.logger import configure
-    except ImportError:
-        raise SystemExit("benchmark/sac_speed.py: needs an optional package: pip install stable-baselines3") from None
-    torch.set_num_threads(1)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # glibc's: other C libraries have none
-    mallopt(-3, 2**28)  # M_MMAP_THRESHOLD: freed blocks are kept, for both: it is the same process
-    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
-    rng = np.random.default_rng(0)
-    peer = stable_baselines3.SAC("MlpPolicy", Blank(), batch_size=BATCH, buffer_size=10_000, device="cpu", seed=0)
-    peer.set_logger(configure(format_strings=[]))
-    options = dict(env_id="Blank-v0", setup_mode="single-arm-fixed-gripper", batch_size=BATCH, backup_entropy=True)
-    gym.register("Blank-v0", Blank)
-    robot = Robot(Args(**options), human=False)
-    online_rb, demo_rb = FrameBuffer(20_001, robot.record), FrameBuffer(2, robot.record)
-    record = np.zeros((), robot.record)
-    for _ in range(10_000):
+def floor(width):
+    """The products of one update: 2 critics in one, as we compute them; weights' and inputs' gradients where needed."""
+
+    def layers(critics, in_dim, out_dim):
+        shapes = [(in_dim, width), (width, width), (width, out_dim)]
+        return [[torch.randn(critics, *size) for size in ((BATCH, m), (m, n), (BATCH, n))] for m, n in shapes]
+
+    actor, critic = layers(1, OBS, 2 * ACTIONS), layers(2, OBS + ACTIONS, 1)
+
+    def forward(net):
+        for x, weight, _ in net:
+            torch.bmm(x, weight)
+
+    def gradients(net, weights=True, inputs=True, first=False):
+        for i, (x, weight, y) in enumerate(net):
+            if weights:
+                torch.bmm(x.mT, y)
+            if inputs and (i or first):
+                torch.bmm(y, weight.mT)
+
+    def run():
+        for _ in range(UPDATES):
+            for net in (actor, critic, critic):  # the next action, its target, the value of this one
+                forward(net)
+            gradients(critic)
+            for net in (actor, critic):  # what the policy would do now, and what it is worth
+                forward(net)
+            gradients(critic, weights=False, first=True)
+            gradients(actor)
+
+    return run
+
+
+def sides(width):
+    """{(script, layer_norm): UPDATES updates}"""
+    import sbx
+    import stable_baselines3
+    from stable_baselines3.common.logger import configure
+
+    peers, rng = {}, np.random.default_rng(0)
+    for name, layer_norm in ((SB3, 0), ("SBX", 0), ("SBX", 1)):
+        options = dict(batch_size=BATCH, buffer_size=10_000, device="cpu", seed=0)
+        options["policy_kwargs"] = dict(net_arch=[width, width]) | (dict(layer_norm=True) if layer_norm else {})
+        peer = (stable_baselines3 if name == SB3 else sbx).SAC("MlpPolicy", Blank(), **options)
+        peer.set_logger(configure(format_strings=[]))
+        peers[name, layer_norm] = peer
+    hybrid = dict(env_id="Blank-v0", setup_mode="single-arm-fixed-gripper", batch_size=BATCH, backup_entropy=True)
+    hybrid["hidden_size"] = width
+    robot = sac_hybrid.Robot(sac_hybrid.Args(**hybrid), human=False)
+    online_rb = sac_hybrid.FrameBuffer(20_001, robot.record)
+    demo_rb, record = sac_hybrid.FrameBuffer(2, robot.record), np.zeros((), robot.record)
+    env = wsrl_warmup.make_env("Blank-v0")
+    rows = np.zeros(10_000, wsrl_warmup.row_dtype(env))
+    rows["weights"] = rows["masks"] = 1
+    for row in rows:
         obs, next_obs = rng.normal(size=(2, OBS)).astype(np.float32)
         action, reward = rng.uniform(-1, 1, ACTIONS).astype(np.float32), float(rng.normal())
-        peer.replay_buffer.add(obs[None], next_obs[None], action[None], np.array([reward]), np.array([False]), [{}])
+        for peer in peers.values():
+            peer.replay_buffer.add(obs[None], next_obs[None], action[None], np.array([reward]), np.array([False]), [{}])
         record["obs"]["state"], record["next_obs"]["state"], record["actions"] = obs, next_obs, action
         record["rewards"], record["masks"] = reward, 1.0
         online_rb.insert(record)
+        row["obs"], row["next_obs"], row["actions"], row["rewards"] = obs, next_obs, action, reward
 
     def ours(layer_norm, cta_ratio):
-        args = Args(**options, layer_norm=layer_norm)
-        agent = SACHybridAgent(*robot.dims, "cpu", args, *robot.sizes)
+        args = sac_hybrid.Args(**hybrid, layer_norm=bool(layer_norm))
+        agent = sac_hybrid.SACHybridAgent(*robot.dims, "cpu", args, *robot.sizes)
 
         def run():
             for i in range(UPDATES):
-                batch = sample_batch(args, online_rb, demo_rb, robot.layout, agent.updates, "cpu")
+                batch = sac_hybrid.sample_batch(args, online_rb, demo_rb, robot.layout, agent.updates, "cpu")
                 agent.update(batch, full=(i + 1) % cta_ratio == 0)
 
         return run
 
-    runs = {"stable-baselines3": lambda: peer.train(UPDATES, BATCH), "sac_hybrid": ours(True, 1)}
-    runs |= {"sac_hybrid without LayerNorm": ours(False, 1), "sac_hybrid cta 2": ours(True, 2)}
+    def warm_up(layer_norm):
+        options = dict(preset="scratch", hidden_size=width, layer_norm=bool(layer_norm), backup_entropy=True)
+        args = wsrl_warmup.Args(**options, batch_size=BATCH, device="cpu")
+        agent = wsrl_warmup.WarmupAgent(args, np.ones(ACTIONS), np.zeros(OBS), np.ones(OBS))
+        rb = wsrl_warmup.PrioritizedReplayBuffer(len(rows), rows.dtype, 0.0, rows)
+
+        def run():
+            for _ in range(UPDATES):
+                draw = np.random.default_rng([0, agent.updates])
+                batch, ((_, inds, place),) = wsrl_warmup.sample_mixed(args, (rb, None), (BATCH, 0), 1.0, draw, "cpu")
+                rb.update_priorities(inds, agent.update(batch)["td_errors"].numpy()[place])
+
+        return run
+
+    found = {key: lambda peer=peer: peer.train(UPDATES, BATCH) for key, peer in peers.items()}
+    for layer_norm in (0, 1):
+        found["sac_hybrid.py", layer_norm] = ours(layer_norm, 1)
+        found["sac_hybrid.py, every second critic-only", layer_norm] = ours(layer_norm, 2)
+        found["wsrl_warmup.py", layer_norm] = warm_up(layer_norm)
+    return found | {(FLOOR, 0): floor(width)}
+
+
+def measure():
+    torch.set_num_threads(1)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # glibc's: other C libraries have none
+    mallopt(-3, 2**28)  # M_MMAP_THRESHOLD: freed blocks are kept, for all: it is the same process
+    mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+    gym.register("Blank-v0", Blank)
     rows = []
-    for i in range(ROUNDS + 1):
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            if i:  # the first round warms up
-                rows.append((i, name, round(UPDATES / (time.process_time() - start), 2)))
-    with open(Path(__file__).with_suffix(".csv"), "w", newline="") as file:
-        csv.writer(file).writerows([("round", "script", "updates_per_second"), *rows])
-    rates = {name: [row[2] for row in rows if row[1] == name] for name in runs}
-    for name, own in rates.items():  # round by round: a machine that slows down for a second slows both
-        ratios = np.divide(own, rates["stable-baselines3"])
-        low, median, high = np.quantile(ratios, [0.25, 0.5, 0.75])
-        print(f"{name:30s} {np.median(own):7.1f} updates/s   {median:.2f}x (quartiles {low:.2f} to {high:.2f})")
+    for width in WIDTHS:
+        runs = sides(width)
+        for i in range(ROUNDS + 1):
+            for (name, layer_norm), run in runs.items():
+                start = time.process_time()
+                run()
+                if i:  # the first round warms up, and compiles
+                    rows.append((i, width, layer_norm, name, round(UPDATES / (time.process_time() - start), 2)))
+    with open(PATH, "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+
+
+def rates(rows, name, width, layer_norm):
+    key = (name, str(width), str(layer_norm))
+    found = [row for row in rows if (row["script"], row["width"], row["layer_norm"]) == key]
+    return [float(row["updates_per_second"]) for row in found]
+
+
+def times(rows, name, width, layer_norm):
+    """How many times as many as stable-baselines3, round by round: a machine that slows down slows all."""
+    pairs = zip(rates(rows, name, width, layer_norm), rates(rows, SB3, width, 0), strict=True)
+    return statistics.median(x / y for x, y in pairs)
+
+
+def table(rows):
+    """Markdown: median updates a second, and how many times stable-baselines3's"""
+    columns = [(width, layer_norm) for width in WIDTHS for layer_norm in (0, 1)]
+    heads = [f"{width}x{width}{', LayerNorm' * layer_norm}" for width, layer_norm in columns]
+    lines = [f"| updates a second (times SB3) | {' | '.join(heads)} |", "|---" * 5 + "|"]
+    for name in SCRIPTS:
+        row = []
+        for key in columns:
+            own = rates(rows, name, *key)
+            row.append(f"{statistics.median(own):.0f} ({times(rows, name, *key):.2f})" if own else "–")
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="no measuring")
+    if not parser.parse_args().table:
+        measure()
+    print(table(list(csv.DictReader(open(PATH)))))
