@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a download, or name your folder here
 COMMANDS = [  # script and flags, what makes it only print
     ("ppo_default.py", "--table"),
     ("replay_study.py --tune", "--tables"),
@@ -21,8 +22,9 @@ COMMANDS = [  # script and flags, what makes it only print
     ("peers.py", "--table"),
     ("race.py", "--tables"),
     ("growth.py", "--table"),
-    ("real_model.py", "--tables"),
+    (f"real_model.py {MODEL}", "--tables"),
     ("het_study.py", "--table"),
+    (f"real_agent.py {MODEL}", "--tables"),
     ("sac_results.py", "--table"),
     ("wsrl_study.py", "--table"),
     ("overview.py", ""),
