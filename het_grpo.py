@@ -680,7 +680,7 @@ class Dialogue:
 
     def make_reply(self, observation: str, ended: bool) -> list[int]:
         """Behind the agent's turn: its end if it has none, what it sees, the next one's start."""
-        text = f"\n{observation}\n"
+        text = f"\n{observation}"  # and nothing behind it, as behind the question
         if self.chat_template:  # what the template puts behind an answer, and nothing before it
             text = self.render("a", "@@", observation).partition("@@")[2]
         ids = self.tokenizer(text, add_special_tokens=False).input_ids

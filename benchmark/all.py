@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a download, or name your folder here
 COMMANDS = [  # script and flags, what makes it only print
     ("ppo_default.py", "--table"),
     ("replay_study.py --tune", "--tables"),
@@ -22,8 +23,9 @@ COMMANDS = [  # script and flags, what makes it only print
     ("peers.py", "--table"),
     ("race.py", "--tables"),
     ("growth.py", "--table"),
-    ("real_model.py", "--tables"),
+    (f"real_model.py {MODEL}", "--tables"),
     ("het_study.py", "--table"),
+    (f"real_agent.py {MODEL}", "--tables"),
     ("sac_results.py", "--table"),
     ("sac_speed.py", "--table"),
     ("wsrl_study.py", "--table"),

@@ -507,6 +507,15 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
     assert forced > 0
 
 
+def test_without_a_template_an_answer_stands_right_behind_question_and_observation(chat_model):
+    """What goes on from "First key:" has to go on from "Second key:"; a line break after one is another text."""
+    tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
+    dialogue = het.Dialogue(tokenizer, False, torch.tensor([1]))
+    text = lambda ids: "".join(tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
+    assert text(dialogue.prompt("First key:")) == "First key:"
+    assert text(dialogue.reply("Second key:", False)) == "\nSecond key:"
+
+
 def test_a_row_does_not_depend_on_its_neighbours():
     args = het.Args(**TINY)
     envs = [het.TextEnv(args) for _ in range(6)]

@@ -1,0 +1,103 @@
+"""A pretrained model as an agent: het_grpo.py on a text game of two turns, with and without experience, and its rivals.
+
+    python benchmark/real_agent.py FOLDER       # what real_agent.csv lacks; SmolLM2-135M-Instruct: 30 CPU minutes
+    python benchmark/real_agent.py --tables     # the tables of docs/het_grpo.md, from the CSV
+
+The game is doors.py, without a chat template: six doors, two keys each, and a pool with a past game of every door.
+HET and sft play half of their training games with it, sd asks it about failures, the baseline sees it in validation
+only. Equal rollouts and one learning rate for every arm; no arm was tuned.
+"""
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import doors
+
+HERE = Path(__file__).resolve().parent
+PATH = HERE / "real_agent.csv"
+COLUMNS = ["arm", "learning_rate", "seed", "rollouts", "unguided", "guided", "sampled", "cpu_seconds"]
+FLAGS = "--num-families 6 --num-rooms 20 --max-turns 2 --max-turn-tokens 1 --temperature 0.7 --num-tasks 4"
+FLAGS += " --group-size 6 --update-epochs 1 --eval-size 48 --eval-every 3 --save-every 1000 --num-iterations 6"
+FLAGS += " --no-init-exp-before-training"
+ARMS = {
+    "baseline": "--method baseline --val-rollout-expmode mixed",
+    "HET": "--method het",
+    "sft": "--method sft --off-ratio-limit 1e9",  # the guard is one of HET
+    "sd": "--method sd",
+}
+RATE, SEEDS = "3e-5", (1, 2, 3)
+
+
+def run(model, arm, seed):
+    """One run of het_grpo.py -> rows for the CSV, one per evaluation"""
+    with tempfile.TemporaryDirectory() as folder:
+        pool = [json.dumps(dict(topic=name, text=doors.played(name))) + "\n" for name in doors.PAIRS]
+        (Path(folder) / "pool.jsonl").write_text("".join(pool))
+        command = [sys.executable, HERE.parent / "het_grpo.py", *FLAGS.split(), *ARMS[arm].split()]
+        command += ["--model-name", model, "--env", f"{HERE}/doors.py:Doors", "--experience-template", "{}\n\n"]
+        command += ["--experience-pool", f"{folder}/pool.jsonl", "--learning-rate", RATE, "--seed", seed]
+        command += ["--device", "cpu", "--run-dir", f"{folder}/run"]
+        before = os.times()
+        subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    seconds = sum(after[2:4]) - sum(before[2:4])  # of the child: user and system
+    found, sampled = [], []
+    for row in rows:
+        sampled += [row["success/unguided"]] if "success/unguided" in row else []
+        if "eval/success_unguided" in row:
+            scores = [round(row[f"eval/success_{kind}"], 4) for kind in ("unguided", "guided")]
+            scores.append(round(statistics.mean(sampled), 4) if sampled else "")
+            found.append([arm, RATE, seed, row["global_step"], *scores, round(seconds)])
+            sampled = []
+    return found
+
+
+def read():
+    """{(arm, seed): rows}"""
+    found = {}
+    for row in csv.DictReader(open(PATH)) if PATH.exists() else ():
+        found.setdefault((row["arm"], int(row["seed"])), []).append(row)
+    return found
+
+
+def table(done):
+    """Markdown: greedy success on held-out tasks at the start and at the end, without and with advice"""
+    kinds = " | ".join(f"{kind} advice: start | end, by seed | mean" for kind in ("without", "with"))
+    lines = [f"| | {kinds} | rollouts | CPU s |", "|---" * 9 + "|"]
+    for arm in ARMS:
+        runs = [rows for (name, _), rows in sorted(done.items()) if name == arm]
+        cells = []
+        for kind in ("unguided", "guided") if runs else ():
+            ends = [float(rows[-1][kind]) for rows in runs]
+            cells += [f"{float(runs[0][0][kind]):.2f}", " ".join(f"{x:.2f}" for x in ends)]
+            cells += [f"**{statistics.mean(ends):.2f}**"]
+        for name in ("rollouts", "cpu_seconds") if runs else ():
+            cells.append(f"{statistics.mean(float(rows[-1][name]) for rows in runs):.0f}")
+        lines += [f"| {arm} | " + " | ".join(cells) + " |"] if runs else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder or hub name of a causal LM")
+    parser.add_argument("--tables", action="store_true", help="no training")
+    options = parser.parse_args()
+    if not (options.model or options.tables):
+        parser.error("which model?")
+    for job in (
+        [] if options.tables else [(arm, seed) for seed in SEEDS for arm in ARMS]
+    ):  # a seed of all, then the next
+        if job not in read():
+            rows, new = run(options.model, *job), not PATH.exists()
+            with open(PATH, "a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS] * new + rows)
+            print(*rows[-1], flush=True)
+    print(f"\n{table(read())}")
