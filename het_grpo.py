@@ -83,25 +83,21 @@ class Args:
     eval_size: int = 480  # held-out tasks; val_rollout_expmode says how many are guided
     track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
-
     # task
     env: str = "lock"  # lock, a Gymnasium id (CliffWalking-v1, ..), file.py:Class or module:Class
     num_families: int = 12  # secrets of the locks; at most 24
     num_rooms: int = 20  # rooms of a family; families x rooms are the training tasks of any env
     max_turns: int = 7  # actions per episode
     success_reward: float = 1.0  # solved: the episode ended by itself and its rewards sum to this
-
     # model
     model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
     chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
     warm_start_steps: int = 400  # tiny model: supervised steps on games with rules made at random
-
     # rollout
     num_tasks: int = 8  # B tasks per iteration
     group_size: int = 8  # n rollouts per task, replayed ones included
     max_turn_tokens: int = 1  # tokens of one action, EOS included
     temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
-
     # optimization
     num_iterations: int = 150  # rollout + update rounds
     learning_rate: float = 1e-3  # the highest; by default it falls linearly to 0
@@ -109,12 +105,10 @@ class Args:
     update_epochs: int = 2  # passes over the rollouts of an iteration
     num_minibatches: int = 2  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the gradient's global norm here
-
     # GRPO
     clip_low: float = 0.2  # the ratio of on-policy tokens is clipped from 1 - this
     clip_high: float = 0.28  # to 1 + this
     clip_c: float = 3.0  # bound on the ratio where the advantage is negative (dual clip)
-
     # experience: text in front of the question
     enable: bool = True  # --no-enable is --method baseline
     method: Literal["baseline", "ec", "ei", "het", "sft", "sd"] | None = None  # preset (None: het)
@@ -134,7 +128,6 @@ class Args:
     off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
     off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
-
     # replay: recorded successes
     use_experience_replay: bool = False  # they come back into their task's group
     exp_ratio: float = 0.5  # share of an iteration's tasks taken from the replay pool

@@ -117,7 +117,6 @@ class Args:
     target_kl: float | None = None  # end an update's epochs once approx_kl is over 1.5 times this
     clip_coef_high: float | None = None  # upper side of the policy clip (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
-
     # replay; v2: lag, correction, log
     log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns

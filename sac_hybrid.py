@@ -96,7 +96,6 @@ class Args:
     wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
     create_data: bool = False  # write test_data/{success,failure}_demo.pkl, then end
     test: Literal["quick", "full"] | None = None  # a check-up; train on test_data
-
     # task
     env_id: str = BUILT_IN  # this one, a Gymnasium id, or file.py:Class(image_keys, action_dim)
     setup_mode: Literal[tuple(MODES)] = "single-arm-learned-gripper"  # action layout
@@ -107,24 +106,20 @@ class Args:
     num_demos: int | None = None  # his episodes (10 or 0; expert 50, 200; demo_paths 0)
     intervention_steps: int | None = None  # he takes over an episode with chance 1 - step/this
     timeout_terminal: bool = False  # a time limit ends the value of a state, too
-
     # model
     encoder: Literal["softmax", "conv"] | None = None  # keypoints; 64-128 px
     hidden_size: int | None = None  # width of actor and critics (128 or 256)
     layer_norm: bool = True  # LayerNorm in actor and critics
-
     # rollout
     max_steps: int | None = None  # environment steps (6000 or 100000; expert fewer)
     training_starts: int | None = None  # steps before the first update (100 or 1000)
     random_steps: int | None = None  # steps with uniformly random actions (0 or 1000)
     utd: float | None = None  # updates per step; the faster thread waits (2 or 1)
     max_lead: int = 0  # steps that acting may be ahead; 0: they take turns, reproducible
-
     # optimization
     batch_size: int | None = None  # rows of an update (32 or 256; expert 64)
     lr: float | None = None  # Adam, for actor, critics and temperature (1e-3 or 3e-4)
     augment_pad: int | None = None  # random shift of images, in pixels (0 or 4)
-
     # SAC
     algorithm: Literal["sac", "bc"] = "sac"  # bc: regress the demos, nothing else (baseline)
     gamma: float | None = None  # discount per step (0.9 or 0.97)
@@ -136,7 +131,6 @@ class Args:
     backup_entropy: bool = False  # entropy bonus in the critic's target
     grasp_penalty: float = -0.02  # added to the gripper's reward where it really opens or closes
     bc_weight: float | None = None  # of |tanh(mean) - action|^2 on demos (0.05 or 0; expert 0.5)
-
     # replay
     demo_ratio: float = 0.5  # share of demo rows in a batch, once both buffers hold something
     buffer_size: int | None = None  # frames: one a transition, one an episode (20000 or 200000)

@@ -96,7 +96,6 @@ class Args:
     learner: bool = False  # the design document's way to say --stage online
     checkpoint_path: str | None = None  # the warm-up's result; goes on from it if it is there
     filtered_data_path: Annotated[str | None, arg(aliases=["--demo-path"])] = None  # rows it kept
-
     # task
     env_id: str = "Pendulum-v1"  # Gymnasium id; observations are flattened, actions a bounded Box
     offline_data: Files = ()  # [name=]path[:weight] of .npz, .pkl or minari:ID (none: see sources)
@@ -107,24 +106,20 @@ class Args:
     demo_weight: float = 2.0  # of the source named demos (suboptimal 1, random 0.5, others 1)
     success_weight_bonus: float = 1.5  # factor on the weight of rows of successful episodes
     reward_scale: float = 0.1  # in the learner only; goes with init_alpha and cql_alpha
-
     # model
     hidden_size: int = 64  # width of actor and critics; 256 for a robot
     layer_norm: bool = True  # LayerNorm in actor and critics
     dropout: float = 0.0  # share of hidden units of the actor dropped in its update
-
     # rollout
     offline_steps: Steps = None  # updates before the first env step (preset; a robot: 50000)
     warmup_rollout_steps: int | None = None  # by the frozen policy, the paper's warm-up (preset)
     online_steps: int = 2_000  # environment steps after those
     learning_starts: int | None = None  # of them at random, without an update (preset)
-
     # optimization
     batch_size: int = 256  # rows of an update
     lr: float = 1e-3  # Adam, for actor, critics and temperature
     obs_noise: float = 0.0  # offline augmentation, in standard deviations of the observations
     early_stop_patience: int = 0  # checks without a better held-out error, 20 in a warm-up (0: off)
-
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.01  # share of the new weights in the targets
@@ -137,7 +132,6 @@ class Args:
     cql_alpha: float = 1.0  # weight of the conservative term; 0 is sac
     online_cql_alpha: float = 0.0  # the same online, on offline rows
     online_bc_weight: float = 0.0  # of cloning offline rows online, in units of |Q|; fades
-
     # replay
     buffer_size: int = 50_000  # transitions in the online buffer
     initial_offline_ratio: float | None = None  # offline share of a batch at the switch (preset)
