@@ -6,7 +6,7 @@
 
 The loop of lm-human-preferences (arXiv:1909.08593), on a task that needs no download:
     prompts -> sample -> score -> reference -> token rewards -> GAE -> epochs of minibatches
-Simplified on purpose: one process, no checkpoints (ppo_v1.py), no rollout is used twice (ppo_v2.py).
+Simplified on purpose: one process, no checkpoints (ppo_v1.py), no rollout used twice (ppo_v2.py).
 Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 
     python ppo.py                                              # sort digits, CPU, 15 seconds
@@ -167,10 +167,11 @@ def make_scorer(args, verifier, device):
         return runpy.run_path(path)[name]
     if not args.reward_model_name:
         return verifier
-    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template, device=device)
-    judge = transformers.pipeline("text-classification", args.reward_model_name, **options)
+    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
+    name = args.reward_model_name
+    judge = transformers.pipeline("text-classification", name, device=device, **options)
     if judge.model.config.num_labels != 1:
-        sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
+        sys.exit(f"--reward-model-name {name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
         pairs = list(zip(prompts, responses, strict=True))
@@ -372,8 +373,8 @@ def sample_token(logits, uniforms):
 @torch.no_grad()
 def generate(policy, ids, mask, max_response_length, uniforms=None):
     """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own: no second pass. Not transformers' `generate`, which
-    # applies a checkpoint's generation config: its samples are not the policy's.
+    # Log-probs and values are the sampler's own: no second pass. transformers' `generate` would apply
+    # a checkpoint's generation config: its samples are not the policy's.
     shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}

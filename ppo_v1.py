@@ -208,10 +208,11 @@ def make_scorer(args, verifier, device):
         return runpy.run_path(path)[name]
     if not args.reward_model_name:
         return verifier
-    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template, device=device)
-    judge = transformers.pipeline("text-classification", args.reward_model_name, **options)
+    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
+    name = args.reward_model_name
+    judge = transformers.pipeline("text-classification", name, device=device, **options)
     if judge.model.config.num_labels != 1:
-        sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
+        sys.exit(f"--reward-model-name {name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
         pairs = list(zip(prompts, responses, strict=True))
@@ -438,8 +439,8 @@ def sample_token(logits, uniforms):
 @torch.no_grad()
 def generate(policy, ids, mask, max_response_length, uniforms=None):
     """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own: no second pass. Not transformers' `generate`, which
-    # applies a checkpoint's generation config: its samples are not the policy's.
+    # Log-probs and values are the sampler's own: no second pass. transformers' `generate` would apply
+    # a checkpoint's generation config: its samples are not the policy's.
     shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
@@ -634,7 +635,7 @@ def gather_rows(rows: dict, world_size: int) -> dict:
     parts = [None] * world_size
     dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
     joined = join(parts)
-    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank r sampled r, ..
+    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank 0 had 0, 2, ..
     return {name: x[order].to(rows[name].device) for name, x in joined.items()}
 
 

@@ -121,8 +121,8 @@ class Args:
     log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
     use_replay_buffer: bool = False  # mix rollouts into later updates, too (off: ppo_v1.py)
-    correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # of stale tokens (dppo with a lag, else decoupled)
-    correction_limit: Annotated[float | None, OLD_CAP] = None  # (2, 4, .2, .04 from decoupled on)
+    correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # auto: dppo with a lag, else decoupled
+    correction_limit: Annotated[float | None, OLD_CAP] = None  # None: 2, 4, .2, .04 from decoupled on
     # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
@@ -138,7 +138,7 @@ class Args:
     replay_start_size: int | None = None  # size before replay_grow_iteration (None: the full)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
     new_samples_ratio: float | None = None  # fresh share of an update (None: as above)
-    replay_advantages: Literal["positive", "all"] = "positive"  # gains only, or also to the critic all
+    replay_advantages: Literal["positive", "all"] = "positive"  # gains, for the policy alone
     replay_from: str | None = None  # rollouts.jsonl of another run: in the buffer from the start
 
     def __post_init__(self):  # tyro shows a ValueError from here in its error box
@@ -177,7 +177,7 @@ class Args:
             self.correction = "dppo" if self.rollout_lag else "decoupled"
         parts = self.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
         if self.correction == "m2po" and parts > 1:
-            raise ValueError("--correction m2po looks at a whole minibatch: no micro-batches, one process")
+            raise ValueError("--correction m2po looks at a whole minibatch, in one process")
         if ratio := self.new_samples_ratio:
             self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
 
@@ -252,10 +252,11 @@ def make_scorer(args, verifier, device):
         return runpy.run_path(path)[name]
     if not args.reward_model_name:
         return verifier
-    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template, device=device)
-    judge = transformers.pipeline("text-classification", args.reward_model_name, **options)
+    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
+    name = args.reward_model_name
+    judge = transformers.pipeline("text-classification", name, device=device, **options)
     if judge.model.config.num_labels != 1:
-        sys.exit(f"--reward-model-name {args.reward_model_name}: it has more than one label")
+        sys.exit(f"--reward-model-name {name}: it has more than one label")
 
     def judge_texts(prompts, responses, answers):
         pairs = list(zip(prompts, responses, strict=True))
@@ -402,7 +403,7 @@ class ReplayBuffer:
         self.rows, self.size = {name: x[live] for name, x in rows.items()}, len(live)
 
     def draw(self, iteration: int) -> tuple[dict, torch.Tensor]:
-        """By their odds, with replacement: a lone success may fill half of a draw.  -> rows, (n,)"""
+        """By their odds, with replacement: a lone success may fill a draw.  -> rows, weights (n,)"""
         args, rows, most = self.args, self.rows, self.args.max_replay_reuse
         if args.adaptive_reuse and self.last_kl >= 0.01:
             most = max(1, most // 3)  # the policy moves fast: rollouts drawn often have to wait
@@ -425,7 +426,7 @@ class ReplayBuffer:
     def buffer_stats(self, iteration: int) -> dict[str, float]:
         reuse, birth = self.rows["reuse"].double(), self.rows["birth"].double()
         stats = dict(avg_reuse_count=reuse.mean(), max_reuse_count=reuse.max())
-        stats |= dict(avg_age=iteration - birth.mean(), oldest_sample=birth.min())  # by its iteration
+        stats |= dict(avg_age=iteration - birth.mean(), oldest_sample=birth.min())  # when born
         return dict(buffer_size=self.size) | {name: x.item() for name, x in stats.items()}
 
 
@@ -454,7 +455,7 @@ def staleness(name: str, rows: dict) -> dict[str, float]:
     cut = drift.exp().clamp(max=2)
     weights = (cut * rows["weights"])[mask > 0]
     metrics = dict(is_mean=masked_mean(cut, mask), is_cap_frac=masked_mean(cut == 2, mask))
-    metrics["kl_behaviour"] = masked_mean(k3_kl(torch.zeros_like(drift), drift), mask)  # mu, pi_prox
+    metrics["kl_behaviour"] = masked_mean(k3_kl(torch.zeros_like(drift), drift), mask)  # of mu
     metrics["value_drift"] = masked_mean((rows["values"] - rows["mu_values"]).abs(), mask)
     metrics["ess"] = weights.sum() ** 2 / (len(weights) * (weights**2).sum())  # 1: all equal
     return {f"{name}/{key}": x.item() for key, x in metrics.items()}
@@ -608,8 +609,8 @@ def sample_token(logits, uniforms):
 @torch.no_grad()
 def generate(policy, ids, mask, max_response_length, uniforms=None):
     """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own: no second pass. Not transformers' `generate`, which
-    # applies a checkpoint's generation config: its samples are not the policy's.
+    # Log-probs and values are the sampler's own: no second pass. transformers' `generate` would apply
+    # a checkpoint's generation config: its samples are not the policy's.
     shape, device = (len(ids), max_response_length), ids.device
     kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
     rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
@@ -680,7 +681,7 @@ def replay_advantages(advantages, mask, replayed, args):
     white = advantages
     if args.norm_adv:
         white = whiten(advantages, mask * ~replayed) + whiten(advantages, mask * replayed)
-    # What went better than the critic expects, eq. 2 of arXiv:1806.05249; never centred, which would
+    # What went better than the critic expects, eq. 2 of arXiv:1806.05249; never centred: that would
     # make a loss of a small gain.
     gains = advantages.clamp(min=0) if args.replay_advantages == "positive" else white
     return torch.where(replayed, gains, white)
@@ -706,8 +707,8 @@ def read_rollouts(path: str, tokenizer, args) -> dict:
         assert len(logprobs) == len(ids) > 0 and math.isfinite(score)
         assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
         assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
-        new = dict(prompt_ids=[prompt], prompt_mask=[[1] * len(prompt)], scores=[score], ended=[1.0])
-        new |= dict(response_ids=[ids], response_mask=[[1] * len(ids)], mu_logprobs=[logprobs])
+        new = dict(prompt_ids=[prompt], prompt_mask=[[1] * len(prompt)], mu_logprobs=[logprobs])
+        new |= dict(response_ids=[ids], response_mask=[[1] * len(ids)], scores=[score], ended=[1.0])
         return {name: torch.tensor(x) for name, x in new.items()}
 
     expected = "prompt or prompt_ids, response_ids of this model, score and, where known, logprobs"
@@ -858,7 +859,7 @@ def gather_rows(rows: dict, world_size: int) -> dict:
     parts = [None] * world_size
     dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
     joined = join(parts)
-    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank r sampled r, ..
+    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank 0 had 0, 2, ..
     return {name: x[order].to(rows[name].device) for name, x in joined.items()}
 
 
@@ -955,9 +956,9 @@ def main(args: Args) -> dict[str, float]:
         print(forecast(args, buffer.size))  # v2: status
     stop = catch_signals()
     run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
-    log = open(run.dir / "rollouts.jsonl", "a") if args.log_rollouts and rank == 0 else None  # v2: log
-    if log:
-        log.truncate(log_size)  # what came after the checkpoint comes again
+    log = open(run.dir / "rollouts.jsonl", "a") if args.log_rollouts and rank == 0 else None
+    if log:  # v2: log: what came after the checkpoint comes again
+        log.truncate(log_size)
     if iteration == 0:
         metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
         run.log({"global_step": 0, **metrics})
@@ -1009,8 +1010,8 @@ def main(args: Args) -> dict[str, float]:
         batch["returns"] = advantages + batch["values"]
         batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
         # v2: buffer, imitation
-        batch["weights"] = torch.cat([torch.ones(args.batch_size), draw_weights])[:, None].to(mask)  # (B,1)
-        batch["replayed"] = torch.arange(len(mask), device=device)[:, None] >= args.batch_size
+        batch["weights"] = torch.cat([torch.ones(args.batch_size), draw_weights])[:, None].to(mask)
+        batch["replayed"] = torch.arange(len(mask), device=device)[:, None] >= args.batch_size  # (B,1)
         batch["advantages"] = replay_advantages(advantages, mask, batch["replayed"], args)
         rollout_time = time.time() - start_time
 
@@ -1051,9 +1052,8 @@ def main(args: Args) -> dict[str, float]:
 
         # v2: status: from here on the fresh answers alone
         batch["advantages"], size = advantages, args.batch_size  # neither whitened nor cut
-        batch, drawn = ({k: x[part] for k, x in batch.items()} for part in (slice(size), slice(size, None)))
+        drawn, batch = ({k: x[i] for k, x in batch.items()} for i in (slice(size, None), slice(size)))
         mask, past = mask[:size], [x[:size] for x in past]
-
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
