@@ -4,6 +4,7 @@
     python benchmark/het_study.py --arms HET --seeds 36 37 38 39 40    # the guard, on ten seeds in all
     python benchmark/het_study.py --tune --settings "2e-3 x 1" "1e-3 x 2"    # on seeds that are not reported
     python benchmark/het_study.py --tune --games lucky worn --arms baseline HET sft    # successes that mislead
+    python benchmark/het_study.py --games lake noisier    # other games, on seeds of their own
     python benchmark/het_study.py --table     # the tables of docs/het_grpo.md, from the CSVs
 
 Every run is `het_grpo.py` with the flags of its arm and about 10,240 rollouts: those that fill the pool count, and an
@@ -49,7 +50,7 @@ GAMES = {  # the pool grows with every iteration
 }
 REPORTED = {"lock": "twelve locks, seven turns", "lucky": "locks that luck opens, too"}
 REPORTED |= {"lucky long": "locks that luck opens, too: twice the rollouts"}
-REPORTED |= {"lake": "twelve frozen lakes, ten turns"}
+REPORTED |= {"lake": "twelve frozen lakes, ten turns", "noisier": "locks whose judge is wrong in one verdict of five"}
 NAMES = ("4e-3 x 1", "2e-3 x 1", "1e-3 x 1", "5e-4 x 1", "2e-3 x 2", "1e-3 x 2")  # learning rate x epochs
 SETTINGS = {name: (float(name[:4]), int(name[-1])) for name in NAMES}
 CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
@@ -76,7 +77,8 @@ PUBLISHED = ["recorded log-probs", "retirement"]
 MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
 MAIN |= dict.fromkeys(("lucky", "lucky long"), ["baseline", "baseline + replay", "sft, no advice"])
 MAIN["lucky long"] = [*MAIN["lucky"], "sft, no advice, newest"]
-FRESH = {"lucky": (41, 42, 43, 44, 45), "lucky long": (46, 47, 48, 49, 50)}
+MAIN["noisier"] = ["baseline", "baseline + replay", "sft", "sft, newest"]
+FRESH = dict.fromkeys(("lucky", "noisier"), (41, 42, 43, 44, 45)) | {"lucky long": (46, 47, 48, 49, 50)}
 
 
 def seeds_of(game):
