@@ -266,7 +266,10 @@ def grid_table(task, tuning):
 
 
 COLOURS = dict(zip(ARMS, ("tab:red", "tab:orange", "tab:gray", "tab:purple", "tab:blue"), strict=True))
-TITLES = {}  # (task, column): what the panel says
+TITLES = {
+    ("Pendulum-v1", 0): "Pendulum-v1: data save nearly every step",
+    ("Pendulum-v1", 1): "Pendulum-v1: SBX, compiled, needs half of SB3's CPU time",
+}
 
 
 def draw(tasks, curves, tuning, path):

@@ -1,5 +1,6 @@
 """README, pages, docstrings, tables and code say the same; what a page tells a reader to type runs."""
 
+import csv
 import difflib
 import importlib
 import json
@@ -268,3 +269,15 @@ def test_the_sentence_of_the_robot_and_its_human_is_the_raw_data(monkeypatch):
     arms = ("demos + interventions", "human")
     robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
     assert f"{robot:.1f} steps where he takes {human:.1f}" in page
+
+
+def test_the_readme_says_how_fast_an_update_is(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import sac_speed as study
+
+    rows = list(csv.DictReader(open(study.PATH)))
+    words = " ".join(README.split())
+    ours, bare = (study.times(rows, "sac_hybrid.py", 256, layer_norm) for layer_norm in (1, 0))
+    assert f"{ours:.2f} times as fast as stable-baselines3's" in words and f"{bare:.2f} times without" in words
+    theirs = [f"{study.times(rows, 'SBX', 256, layer_norm):.2f}" for layer_norm in (1, 0)]
+    assert f"SBX's, compiled, {' and '.join(theirs)}" in words
