@@ -22,7 +22,6 @@ Shapes: B rollouts in groups of n, P prompt tokens, R tokens of all turns, V voc
     torchrun --nproc-per-node 2 het_grpo.py                     # two processes
 """
 
-import atexit
 import copy
 import functools
 import json
@@ -866,7 +865,6 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    atexit.register(dist.destroy_process_group)
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one voice is enough
     return dist.get_rank(), dist.get_world_size(), device

@@ -87,14 +87,15 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        if kind not in ("sort", "rg") and not (kind == "jsonl" and Path(path).is_file()):
-            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
-        if self.reward_fn and self.reward_model_name:
-            raise ValueError("--reward-fn or --reward-model-name, not both")
-        if self.min_digits > self.max_digits:
-            raise ValueError("--max-digits must be at least --min-digits")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-minibatches must divide --batch-size")
+        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
+        for wrong, message in (
+            (not known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
+            (self.reward_fn and self.reward_model_name, "--reward-fn or --reward-model-name, not both"),
+            (self.min_digits > self.max_digits, "--max-digits must be at least --min-digits"),
+            (self.batch_size % self.num_minibatches, "--num-minibatches must divide --batch-size"),
+        ):
+            if wrong:
+                raise ValueError(message)
 
 
 # --- task ---
@@ -517,15 +518,13 @@ def main(args: Args) -> dict[str, float]:
     best = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(best if args.device == "auto" else args.device)
     lm, tokenizer, eos_ids = load_lm(args)
-    check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
+    reference = PolicyWithValue(lm, eos_ids, args.temperature)
+    check_sampler(reference, args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
-    reference = None
-    if args.kl_coef:  # frozen pi_ref
-        reference = PolicyWithValue(copy.deepcopy(lm), eos_ids, args.temperature)
-        reference.to(device).requires_grad_(False)
+    reference = copy.deepcopy(reference).to(device).requires_grad_(False) if args.kl_coef else None
     policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
     parameters, lr = list(policy.parameters()), args.learning_rate
     optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)

@@ -21,7 +21,6 @@ Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-pad
     torchrun --nproc-per-node 2 ppo_v1.py --fsdp               # two processes, sharded
 """
 
-import atexit
 import copy
 import json
 import math
@@ -34,6 +33,7 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -123,19 +123,18 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        if kind not in ("sort", "rg") and not (kind == "jsonl" and Path(path).is_file()):
-            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
-        if self.reward_fn and self.reward_model_name:
-            raise ValueError("--reward-fn or --reward-model-name, not both")
-        if self.min_digits > self.max_digits:
-            raise ValueError("--max-digits must be at least --min-digits")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-minibatches must divide --batch-size")
-        # v1: checkpoint, kl
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        if self.adaptive_kl and not self.kl_coef:
-            raise ValueError("--adaptive-kl needs a --kl-coef to start from")
+        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
+        for wrong, message in (
+            (not known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
+            (self.reward_fn and self.reward_model_name, "--reward-fn or --reward-model-name, not both"),
+            (self.min_digits > self.max_digits, "--max-digits must be at least --min-digits"),
+            (self.batch_size % self.num_minibatches, "--num-minibatches must divide --batch-size"),
+            # v1: checkpoint, kl
+            (self.resume and not self.run_dir, "--resume needs --run-dir"),
+            (self.adaptive_kl and not self.kl_coef, "--adaptive-kl needs a --kl-coef to start from"),
+        ):
+            if wrong:
+                raise ValueError(message)
 
 
 # --- task ---
@@ -593,7 +592,6 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    atexit.register(dist.destroy_process_group)
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one voice is enough
     return dist.get_rank(), dist.get_world_size(), device
@@ -667,22 +665,18 @@ def main(args: Args) -> dict[str, float]:
     if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
     lm, tokenizer, eos_ids = load_lm(args)
-    check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
+    reference = PolicyWithValue(lm, eos_ids, args.temperature)
+    check_sampler(reference, args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
-    reference = None
-    if args.kl_coef:  # frozen pi_ref
-        reference = PolicyWithValue(copy.deepcopy(lm), eos_ids, args.temperature)
-        reference.to(device).requires_grad_(False)
+    reference = copy.deepcopy(reference).to(device).requires_grad_(False) if args.kl_coef else None
     policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    # v1: memory
+    # v1: memory: transformers' own checkpointing works in train() only, with dropout
     for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
-        trunk.gradient_checkpointing_enable()  # it works in train() only, so dropout has to go
-        for module in trunk.modules():
-            floats = [name for name, x in vars(module).items() if type(x) is float]
-            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
+        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     for model in filter(None, (policy, reference)) if args.bf16 else ():
         autocast = torch.autocast(device.type, torch.bfloat16)
         model.forward, model.step = autocast(model.forward), autocast(model.step)
@@ -756,7 +750,6 @@ def main(args: Args) -> dict[str, float]:
 
         # 3 update
         updates = []  # LOSSES and gradient norm of each
-        policy.train(args.gradient_checkpointing)  # v1: memory
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
             for mb_inds in minibatches:
@@ -781,7 +774,6 @@ def main(args: Args) -> dict[str, float]:
             # v1: kl
             if args.target_kl and updates and updates[-1][3] > 1.5 * args.target_kl:
                 break
-        policy.eval()  # v1: memory
         if not updates:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 

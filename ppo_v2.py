@@ -21,7 +21,6 @@ Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-pad
     python ppo_v2.py --rollout-lag 8 --learning-rate 2e-4 --num-iterations 80    # nothing is fresh
 """
 
-import atexit
 import copy
 import json
 import math
@@ -34,8 +33,9 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,7 @@ from tqdm import tqdm
 
 # --- args ---
 # v2: correction
-CORRECTIONS = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
-OLD_NAME, OLD_CAP = (tyro.conf.arg(aliases=[f"--replay-{x}"]) for x in ("correction", "is-cap"))
+RULES = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
 
 
 @dataclass
@@ -121,8 +120,8 @@ class Args:
     log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
     rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
     use_replay_buffer: bool = False  # mix rollouts into later updates, too (off: ppo_v1.py)
-    correction: Annotated[CORRECTIONS, OLD_NAME] = "auto"  # auto: dppo with a lag, else decoupled
-    correction_limit: Annotated[float | None, OLD_CAP] = None  # None: 2, 4, .2, .04 from decoupled on
+    correction: RULES = "auto"  # of stale tokens (auto: dppo with a lag, else decoupled)
+    correction_limit: float | None = None  # of the rule (None: 2, 4, .2, .04 from decoupled on)
     # v2: buffer
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
     min_replay_size: int = 100  # live rollouts needed before anything is drawn
@@ -152,22 +151,23 @@ class Args:
             if type(value) in (int, float) and not least <= value <= most:
                 raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
         kind, _, path = self.task.partition(":")
-        if kind not in ("sort", "rg") and not (kind == "jsonl" and Path(path).is_file()):
-            raise ValueError(f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file")
-        if self.reward_fn and self.reward_model_name:
-            raise ValueError("--reward-fn or --reward-model-name, not both")
-        if self.min_digits > self.max_digits:
-            raise ValueError("--max-digits must be at least --min-digits")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-minibatches must divide --batch-size")
-        # v1: checkpoint, kl
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        if self.adaptive_kl and not self.kl_coef:
-            raise ValueError("--adaptive-kl needs a --kl-coef to start from")
-        # v2: lag, correction, buffer
-        if self.rollout_lag and self.fsdp:
-            raise ValueError("--rollout-lag keeps whole weights: no --fsdp")
+        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
+        parts = self.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))  # v2
+        for wrong, message in (
+            (not known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
+            (self.reward_fn and self.reward_model_name, "--reward-fn or --reward-model-name, not both"),
+            (self.min_digits > self.max_digits, "--max-digits must be at least --min-digits"),
+            (self.batch_size % self.num_minibatches, "--num-minibatches must divide --batch-size"),
+            # v1: checkpoint, kl
+            (self.resume and not self.run_dir, "--resume needs --run-dir"),
+            (self.adaptive_kl and not self.kl_coef, "--adaptive-kl needs a --kl-coef to start from"),
+            # v2: lag, correction
+            (self.rollout_lag and self.fsdp, "--rollout-lag keeps whole weights: no --fsdp"),
+            (self.correction == "m2po" and parts > 1, "m2po looks at a whole minibatch, in one process"),
+        ):
+            if wrong:
+                raise ValueError(message)
+        # v2: correction, buffer
         names = list(vars(self))
         idle = names[names.index("replay_buffer_size" if self.rollout_lag else "correction") :]
         for name in () if self.use_replay_buffer else idle:
@@ -175,9 +175,6 @@ class Args:
                 raise ValueError(f"--{name} does nothing without --use-replay-buffer")
         if self.correction == "auto":
             self.correction = "dppo" if self.rollout_lag else "decoupled"
-        parts = self.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))
-        if self.correction == "m2po" and parts > 1:
-            raise ValueError("--correction m2po looks at a whole minibatch, in one process")
         if ratio := self.new_samples_ratio:
             self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
 
@@ -553,12 +550,11 @@ def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, corre
         dropped = step * advantages.sign() > limit
     else:  # m2po, arXiv:2510.01161: without the largest steps from mu, until the mean square fits
         away = (logratio * advantages > 0) & (mask > 0)
-        steps = square[away].sort(descending=True).values
-        gone = nn.functional.pad(steps.cumsum(0), (1, 0))  # with the 0, 1, 2, .. largest dropped
-        kept = (mask.sum() - torch.arange(len(gone), device=mask.device)).clamp(min=1)
-        too_much = ((square * mask).sum() - gone) / kept > limit
-        number = too_much.long().cumprod(0).sum().clamp(max=len(steps))
-        dropped = away & (square >= nn.functional.pad(steps, (1, 0), value=math.inf)[number])
+        steps, order = (square * away).flatten().sort(descending=True)
+        left = (square * mask).sum() - steps.cumsum(0) + steps  # before each is dropped
+        mean = left / (mask.sum() - torch.arange(len(steps), device=mask.device)).clamp(min=1)
+        over = (mean > limit).long().cumprod(0).bool()
+        dropped = away & torch.empty_like(over).scatter(0, order, over).view_as(away)
     return -advantages * ratio * ~dropped, dropped.float()
 
 
@@ -817,7 +813,6 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    atexit.register(dist.destroy_process_group)
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one voice is enough
     return dist.get_rank(), dist.get_world_size(), device
@@ -891,22 +886,18 @@ def main(args: Args) -> dict[str, float]:
     if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
         sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
     lm, tokenizer, eos_ids = load_lm(args)
-    check_sampler(PolicyWithValue(lm, eos_ids, args.temperature), args.model_name)
+    reference = PolicyWithValue(lm, eos_ids, args.temperature)
+    check_sampler(reference, args.model_name)
     train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
     scorer = make_scorer(args, verifier, device)
     if args.model_name is None:
         warm_start(lm, train_pairs, tokenizer, args)
-    reference = None
-    if args.kl_coef:  # frozen pi_ref
-        reference = PolicyWithValue(copy.deepcopy(lm), eos_ids, args.temperature)
-        reference.to(device).requires_grad_(False)
+    reference = copy.deepcopy(reference).to(device).requires_grad_(False) if args.kl_coef else None
     policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    # v1: memory
+    # v1: memory: transformers' own checkpointing works in train() only, with dropout
     for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
-        trunk.gradient_checkpointing_enable()  # it works in train() only, so dropout has to go
-        for module in trunk.modules():
-            floats = [name for name, x in vars(module).items() if type(x) is float]
-            vars(module).update({name: 0.0 for name in floats if name == "p" or "drop" in name})
+        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     for model in filter(None, (policy, reference)) if args.bf16 else ():
         autocast = torch.autocast(device.type, torch.bfloat16)
         model.forward, model.step = autocast(model.forward), autocast(model.step)
@@ -1017,7 +1008,6 @@ def main(args: Args) -> dict[str, float]:
 
         # 3 update
         updates = []  # LOSSES and gradient norm of each
-        policy.train(args.gradient_checkpointing)  # v1: memory
         for epoch in range(args.update_epochs):
             minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
             # v2: buffer: fresh and drawn rows in every minibatch, in proportion
@@ -1046,7 +1036,6 @@ def main(args: Args) -> dict[str, float]:
             # v1: kl
             if args.target_kl and updates and updates[-1][3] > 1.5 * args.target_kl:
                 break
-        policy.eval()  # v1: memory
         if not updates:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-import tyro
 from conftest import REPLAY, metrics_without_times, run, same, spy, weights
 from test_v1 import faulty_reward
 from torch import tensor
@@ -429,9 +428,3 @@ def test_the_default_correction_is_what_the_study_supports():
     assert ppo_v2.Args(rollout_lag=1).correction == "dppo"
     assert ppo_v2.Args(use_replay_buffer=True).correction == "decoupled"
     assert ppo_v2.Args(rollout_lag=1, correction="none").correction == "none"
-
-
-def test_names_of_older_versions_still_work():
-    flags = "--use-replay-buffer --replay-correction decoupled --replay-is-cap 3".split()
-    args = tyro.cli(ppo_v2.Args, args=flags)
-    assert (args.correction, args.correction_limit) == ("decoupled", 3)
