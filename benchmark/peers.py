@@ -98,7 +98,7 @@ def theirs(work, model, folder, turn):
         gradient_checkpointing=False,
         disable_tqdm=True,
     )
-    stamps = []
+    stamps, lengths = [], []
 
     class Clock(TrainerCallback):
         def on_step_end(self, args, state, *rest, **kwargs):
@@ -106,16 +106,19 @@ def theirs(work, model, folder, turn):
                 stamps.append(time.thread_time())
                 turn()
 
+    def reward(completions, completion_ids, **_):
+        lengths.append(statistics.mean(map(len, completion_ids)))
+        return digits(None, completions)
+
     trainer = GRPOTrainer(
         lm.float(),
-        reward_funcs=lambda completions, **_: digits(None, completions),
+        reward_funcs=reward,
         args=config,
         train_dataset=data,
         processing_class=tokenizer,
         callbacks=[Clock()],
     )
     trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     return gap(stamps), statistics.mean(lengths[WARM_UP:])
 
 
