@@ -573,12 +573,12 @@ def ppo_loss(policy, mb, num_tokens, args):
     kl, moved = k3_kl(mb["logprobs"], logprobs.detach()), (logprobs.detach() - mb["logprobs"]).abs()
     # a mean over all tokens: one per sequence would under-weight long answers (arXiv:2503.14476)
     # v2: correction
-    stale = mb["replayed"] | (args.rollout_lag > 0)  # (B,1)
+    stale = (mb["replayed"] > 0) | (args.rollout_lag > 0)  # (B,1)
     rule = (mask * stale, args.correction, args.correction_limit, clip)
     corrected = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
     pg_loss, clipped = (torch.where(stale, *x) for x in zip(corrected, (pg_loss, clipped), strict=True))
     # v2: imitation: shown gains alone, the critic would expect them; it learns from fresh rows
-    old = mb["replayed"].float()
+    old = mb["replayed"]
     pg_loss, v_loss = pg_loss * mb["weights"], v_loss * mb["weights"]
     v_loss = v_loss * (1 - old) if args.replay_advantages == "positive" else v_loss
     terms = (pg_loss, v_loss, entropy, kl, clipped, moved * (1 - old), old, kl * old, clipped * old)
@@ -661,26 +661,27 @@ def score_rows(model, rows: dict, num_rows: int):
 
 
 # v2: buffer
-def bring_up_to_date(rows: dict, policy, num_rows: int) -> dict:
-    """Stored rows, no wider than needed, with log-probs and values of today's policy."""
+def bring_up_to_date(rows: dict, policy, num_rows: int, kl_coef: float, args) -> dict:
+    """Drawn rows, no wider than needed, as the policy and the critic of today see them."""
     prompt, response = (int(rows[f"{x}_mask"].sum(1).max()) for x in ("prompt", "response"))
     for name in [name for name, x in rows.items() if x.dim() == 2]:
         rows[name] = rows[name][:, -prompt:] if "prompt" in name else rows[name][:, :response]
     rows = {name: x.to(policy.eos_ids.device) for name, x in rows.items()}
     rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
-    return rows
+    unknown = rows["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
+    rows["mu_logprobs"] = rows["logprobs"].where(unknown, rows["mu_logprobs"])
+    mask = rows["response_mask"].float()
+    rewards = token_rewards(rows["scores"], rows["logprobs"], rows["ref_logprobs"], mask, kl_coef)
+    rows["advantages"] = compute_gae(rewards, rows["values"], mask, args.gamma, args.gae_lambda)
+    return rows | dict(returns=rows["advantages"] + rows["values"])
 
 
 # v2: imitation
-def replay_advantages(advantages, mask, replayed, args):
-    """Of replayed rows the gains alone, or whitened apart: they are no fair sample.  -> (B,R)"""
-    white = advantages
-    if args.norm_adv:
-        white = whiten(advantages, mask * ~replayed) + whiten(advantages, mask * replayed)
-    # What went better than the critic expects, eq. 2 of arXiv:1806.05249; never centred: that would
-    # make a loss of a small gain.
-    gains = advantages.clamp(min=0) if args.replay_advantages == "positive" else white
-    return torch.where(replayed, gains, white)
+def replay_advantages(advantages, mask, args):
+    """Of drawn rows the gains, eq. 2 of arXiv:1806.05249; or all, whitened apart.  -> (B,R)"""
+    if args.replay_advantages == "positive":  # never centred: a small gain would become a loss
+        return advantages.clamp(min=0)
+    return whiten(advantages, mask) if args.norm_adv else advantages
 
 
 # v2: log
@@ -692,7 +693,7 @@ def write_rollouts(file, rows: dict, tokenizer):
         file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n" if ids else "")
 
 
-def read_rollouts(path: str, tokenizer, args) -> dict:
+def read_rollouts(path: str, tokenizer, args, device) -> dict:
     """Such a file, or one with prompt instead of prompt_ids and without logprobs."""
 
     def to_row(row: dict) -> dict:
@@ -705,7 +706,7 @@ def read_rollouts(path: str, tokenizer, args) -> dict:
         assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
         new = dict(prompt_ids=[prompt], prompt_mask=[[1] * len(prompt)], mu_logprobs=[logprobs])
         new |= dict(response_ids=[ids], response_mask=[[1] * len(ids)], scores=[score], ended=[1.0])
-        return {name: torch.tensor(x) for name, x in new.items()}
+        return {name: torch.tensor(x, device=device) for name, x in new.items()}
 
     expected = "prompt or prompt_ids, response_ids of this model, score and, where known, logprobs"
     rows = join(read_jsonl(path, to_row, expected))
@@ -938,11 +939,10 @@ def main(args: Args) -> dict[str, float]:
         past_weights, log_size = saved["past_weights"], saved["log_size"]
         vars(buffer).update(saved["buffer"], args=args)
     elif args.replay_from:
-        logged = read_rollouts(args.replay_from, tokenizer, args)
-        logged = bring_up_to_date(logged, policy, num_rows)
-        logged["ref_logprobs"], _, _ = score_rows(reference or policy, logged, num_rows)
-        logged["advantages"] = logged["scores"][:, None].expand_as(logged["values"])  # until drawn
-        buffer.add(logged | dict(mu_values=logged["values"]), 0)
+        logged = read_rollouts(args.replay_from, tokenizer, args, device)
+        logged["ref_logprobs"], _, logged["mu_values"] = score_rows(policy, logged, num_rows)  # now pi_ref
+        logged["advantages"] = logged["scores"][:, None].expand_as(logged["mu_values"])  # until drawn
+        buffer.add(logged, 0)
     if args.use_replay_buffer:
         print(forecast(args, buffer.size))  # v2: status
     stop = catch_signals()
@@ -986,24 +986,22 @@ def main(args: Args) -> dict[str, float]:
             batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
         batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
-        # v2: buffer: drawn before the advantages, which are then those of today's policy and critic
-        drawn, draw_weights = buffer.draw(iteration)
-        if drawn:
-            drawn = bring_up_to_date(drawn, policy, num_rows)
-            unknown = drawn["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
-            drawn["mu_logprobs"] = drawn["logprobs"].where(unknown, drawn["mu_logprobs"])
-            batch = join([batch, drawn])
-
         # 2 advantages
         mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
         rewards = token_rewards(batch["scores"], *past, mask, kl_coef)  # v1: kl
         advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
         batch["returns"] = advantages + batch["values"]
         batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
-        # v2: buffer, imitation
-        batch["weights"] = torch.cat([torch.ones(args.batch_size), draw_weights])[:, None].to(mask)
-        batch["replayed"] = torch.arange(len(mask), device=device)[:, None] >= args.batch_size  # (B,1)
-        batch["advantages"] = replay_advantages(advantages, mask, batch["replayed"], args)
+        # v2: buffer
+        drawn, draw_weights = buffer.draw(iteration)
+        ones = torch.ones_like(mask[:, :1])  # (B,1)
+        fresh = batch = batch | dict(weights=ones, replayed=0 * ones)
+        if drawn:
+            drawn = bring_up_to_date(drawn, policy, num_rows, kl_coef, args)
+            buffer.rows["priority"][buffer.chosen] = buffer.priorities(drawn)
+            drawn["advantages"] = replay_advantages(drawn["advantages"], drawn["response_mask"], args)
+            drawn["weights"] = draw_weights[:, None].to(mask)
+            batch = join([batch, drawn | dict(replayed=torch.ones_like(drawn["weights"]))])
         rollout_time = time.time() - start_time
 
         # 3 update
@@ -1039,10 +1037,7 @@ def main(args: Args) -> dict[str, float]:
         if not updates:
             sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
-        # v2: status: from here on the fresh answers alone
-        batch["advantages"], size = advantages, args.batch_size  # neither whitened nor cut
-        drawn, batch = ({k: x[i] for k, x in batch.items()} for i in (slice(size, None), slice(size)))
-        mask, past = mask[:size], [x[:size] for x in past]
+        batch = fresh | dict(advantages=advantages)  # v2: status: of the fresh, not whitened
         # 4 log
         means = torch.stack(updates).mean(0).tolist()
         metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
@@ -1068,7 +1063,6 @@ def main(args: Args) -> dict[str, float]:
         if len(draw_weights):
             age = iteration - buffer.rows["birth"][buffer.chosen].double().mean().item()
             metrics |= staleness("replay", drawn) | {"replay/age": age}
-            buffer.rows["priority"][buffer.chosen] = buffer.priorities(drawn)  # today's
             for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)):
                 metrics[f"losses/{name}_replay"] = replay / share
                 metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)

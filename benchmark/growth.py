@@ -46,7 +46,7 @@ def update(batch=32, length=8, vocabulary=98):
     rows = {name: x.long() for name, x in rows.items()}
     floats = "logprobs mu_logprobs values returns advantages".split()
     rows |= {name: torch.zeros(batch, length) for name in floats}
-    rows |= dict(weights=torch.ones(batch, 1), replayed=torch.zeros(batch, 1, dtype=torch.bool))
+    rows |= dict(weights=torch.ones(batch, 1), replayed=torch.zeros(batch, 1))
     return lambda: ppo_v2.ppo_loss(policy, rows, batch * length, args)[0].backward()
 
 

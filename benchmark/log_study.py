@@ -61,13 +61,13 @@ def supervised(path, seed, rate, steps):
         pairs, held_out, scorer = ppo_v2.make_task(args, tokenizer)
         ppo_v2.warm_start(lm, pairs, tokenizer, args)
         policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
-        logged = ppo_v2.read_rollouts(path, tokenizer, args)
+        logged = ppo_v2.read_rollouts(path, tokenizer, args, "cpu")
         right = (logged["scores"] > 0).nonzero().flatten().tolist()
         optimizer = torch.optim.AdamW(lm.parameters(), rate, eps=1e-5, weight_decay=0.0, fused=True)
         rng = random.Random(seed)
         for _ in range(steps):
             chosen = rng.choices(right, k=64)
-            rows = ppo_v2.bring_up_to_date({name: x[chosen] for name, x in logged.items()}, policy, 64)
+            rows = {name: x[chosen] for name, x in logged.items()}
             loss = -ppo_v2.masked_mean(policy(rows)[0], rows["response_mask"])
             optimizer.zero_grad()
             loss.backward()

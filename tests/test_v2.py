@@ -148,11 +148,21 @@ def test_corrections_by_hand(correction, advantage, limit, loss, gradient):
 
 @pytest.mark.parametrize("kind, last", [("positive", [0.0, 3.0]), ("all", [-1.0, 1.0])])
 def test_replayed_advantages_by_hand(kind, last):
-    """Fresh 0, 4 are whitened to -1, 1; drawn -5, 3 apart from them, to the same, or cut to gains 0, 3."""
+    """Drawn -5, 3 are cut to gains 0, 3, which are not whitened; or whitened, to -1, 1."""
     args = ppo_v2.Args(use_replay_buffer=True, norm_adv=True, replay_advantages=kind)
-    advantages, replayed = tensor([[0.0], [4.0], [-5.0], [3.0]]), tensor([[False], [False], [True], [True]])
-    found = ppo_v2.replay_advantages(advantages, torch.ones(4, 1), replayed, args).flatten().tolist()
-    assert found == pytest.approx([-1.0, 1.0, *last], abs=1e-6)
+    found = ppo_v2.replay_advantages(tensor([[-5.0], [3.0]]), torch.ones(2, 1), args).flatten().tolist()
+    assert found == pytest.approx(last, abs=1e-6)
+
+
+def test_fresh_and_drawn_rows_are_whitened_apart(tmp_path, monkeypatch):
+    seen = spy(monkeypatch, ppo_v2, "ppo_loss")
+    run(ppo_v2, tmp_path / "run", **LONG, norm_adv=True, replay_advantages="all", update_epochs=1, num_minibatches=1)
+    mixed = [mb for (_, mb, *_), _ in seen if mb["replayed"].any()]
+    assert mixed
+    for mb in mixed:
+        for old in (0, 1):
+            valid = mb["advantages"][(mb["response_mask"] > 0) & (mb["replayed"] == old)]
+            assert valid.mean().abs() < 1e-5 and valid.std(unbiased=False).item() == pytest.approx(1, abs=1e-3)
 
 
 def test_joined_rows_are_padded_left_of_prompts_and_right_of_responses():
@@ -347,7 +357,7 @@ def test_the_critic_learns_from_fresh_rollouts_only_with_gains(kind, moves, tmp_
     for junk in (0.0, 3.0):
         run(ppo_v2, tmp_path / f"{junk}", **LONG, replay_advantages=kind)
     assert same(weights(tmp_path / "0.0"), weights(tmp_path / "3.0")) != moves
-    assert any((mb["advantages"][mb["replayed"].flatten()] < 0).any() for mb in seen) == moves
+    assert any((mb["advantages"][mb["replayed"].flatten() > 0] < 0).any() for mb in seen) == moves
 
 
 def test_a_nan_reward_never_enters_the_buffer(tmp_path):
