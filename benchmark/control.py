@@ -33,11 +33,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 STUDY, TUNING, SEEDS, TUNING_SEED = HERE / "control.csv", HERE / "control_tuning.csv", (1, 2, 3, 4, 5), 101
 COLUMNS = ["task", "arm", "setting", "seed", "env_steps", "cpu_seconds", "return", "compile_seconds"]
-LEVELS = {"Pendulum-v1": (-200, -150), "Reacher-v5": (-10, -7)}  # the scripted experts have -110 and -5.5
-BUDGET = {"Pendulum-v1": 5_000, "Reacher-v5": 3_000}
-SOURCES = {"Pendulum-v1": "no demos", "Reacher-v5": "Reacher"}  # the names of the data in wsrl_study.py
+LEVELS = {"Pendulum-v1": (-200, -150), "Reacher-v5": (-8, -7)}  # the scripts have -110, -5.5; no action -1200, -11
+BUDGET = 5_000
 EVERY, EPISODES, OFFLINE_STEPS = 250, 10, 1_500
-ARMS = {"SB3": "–", "SBX": "–", "scratch": "–", "rlpd": "8000 rows", "design": "8000 rows"}  # offline data
+NO_DATA = {"SB3": "–", "SBX": "–", "scratch": "–"}
+ARMS = {  # offline data of each, those of wsrl_study.py
+    "Pendulum-v1": NO_DATA
+    | {"rlpd": "8000 rows", "design": "8000 rows", "rlpd, one demo": "200 rows", "design, one demo": "200 rows"},
+    "Reacher-v5": NO_DATA | {"rlpd": "8000 rows", "design": "8000 rows"},
+}
 # the trials: what differs from rate 0.001, one update a step, batches of 256, two layers of 64, and the random steps
 # of the library or preset (100 or 200; design: none). rlpd has two critics and one update, as in wsrl_study.py: the
 # preset's ten and 20 cost many times as much
@@ -46,11 +50,12 @@ GRID = [
     dict(rate=3e-4),
     dict(rate=3e-3),
     dict(updates=2),
+    dict(updates=4),
     dict(batch=128),
     dict(starts=500),  # random steps; design, which has none: updates of the warm-up
     dict(width=256),
 ]
-TRIALS = {"Pendulum-v1": [json.dumps(each) for each in GRID], "Reacher-v5": [json.dumps(each) for each in GRID[:4]]}
+TRIALS = [json.dumps(each) for each in GRID]
 WORDS = dict(rate="rate", updates="updates a step", batch="batch", starts="starts", width="width")
 
 
@@ -88,15 +93,16 @@ class Finished(Exception):
     pass
 
 
-def run_ours(preset, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=None, width=64):
+def run_ours(arm, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=None, width=64):
     import wsrl_study
 
     import wsrl_warmup
 
-    data = wsrl_study.TASKS[SOURCES[task]]
-    folder = HERE.parent / "runs" / "wsrl_data" / SOURCES[task].replace(" ", "_") / str(seed)
-    wsrl_study.make_data(folder, SOURCES[task], seed)
-    options = dict(preset=preset, env_id=task, sources=data["sources"], data_dir=str(folder), seed=seed, device="cpu")
+    preset, _, data = arm.partition(", ")
+    data = data or {"Pendulum-v1": "no demos", "Reacher-v5": "Reacher"}[task]
+    folder = HERE.parent / "runs" / "wsrl_data" / data.replace(" ", "_") / str(seed)
+    wsrl_study.make_data(folder, data, seed)
+    options = dict(preset=preset, env_id=task, data_dir=str(folder), seed=seed, device="cpu") | wsrl_study.TASKS[data]
     options |= dict(lr=rate, batch_size=batch, hidden_size=width, num_critics=2, utd_ratio=updates)
     options |= dict(online_steps=steps, eval_every=EVERY, log_interval=EVERY, save_every=10**6)
     offline = (starts or OFFLINE_STEPS) if preset == "design" else 0
@@ -167,7 +173,7 @@ def run(task, arm, setting, seed, steps=None):
     torch.set_num_threads(1)
     go = functools.partial(run_peer if arm in ("SB3", "SBX") else run_ours, arm)
     with contextlib.redirect_stdout(io.StringIO()):
-        return go(task=task, seed=seed, steps=steps or BUDGET[task], **json.loads(setting))
+        return go(task=task, seed=seed, steps=steps or BUDGET, **json.loads(setting))
 
 
 def record(path, pool, *job):
@@ -206,24 +212,24 @@ def middle(curves, level, column):
 def best(tuning, task, arm, column):
     """The setting with the fewest steps (0) or seconds (1) to the higher level; if level, the other decides."""
     scores = {}
-    for setting in TRIALS[task]:
+    for setting in TRIALS:
         curve = tuning.get((task, arm, setting, TUNING_SEED))
         if curve:
             found = [steps_to(curve, LEVELS[task][1], c) for c in (column, 1 - column)]
             mean = statistics.mean(point[2] for point in curve)
             scores[setting] = (1, -mean) if found[0] is None else (0, *found)
-    return min(scores, key=scores.get) if len(scores) == len(TRIALS[task]) else None
+    return min(scores, key=scores.get) if len(scores) == len(TRIALS) else None
 
 
 def finished(curves, tuning):
     """Tasks of which nothing is missing"""
-    pairs = {task: [(arm, best(tuning, task, arm, column)) for arm in ARMS for column in (0, 1)] for task in LEVELS}
-    return [t for t, own in pairs.items() if all((t, *pair, seed) in curves for pair in own for seed in SEEDS)]
+    jobs = {t: [(t, arm, best(tuning, t, arm, c), s) for arm in ARMS[t] for c in (0, 1) for s in SEEDS] for t in LEVELS}
+    return [task for task, own in jobs.items() if all(job in curves for job in own)]
 
 
 def words(arm, setting):
     options = json.loads(setting)
-    names = WORDS | (dict(starts="warm-up") if arm == "design" else {})
+    names = WORDS | (dict(starts="warm-up") if "design" in arm else {})
     return ", ".join(f"{names[name]} {value:g}" for name, value in options.items()) or "centre"
 
 
@@ -241,8 +247,8 @@ def table(task, curves, tuning):
     low, high = LEVELS[task]
     head = f"{task} | offline data | steps to {low} | to {high} | got there | at the setting"
     head += f" | CPU s to {low} | to {high} | got there | at the setting"
-    lines = [f"| {head} |".replace("-1", "−1").replace("-2", "−2").replace("-7", "−7"), "|---" * 10 + "|"]
-    for arm, data in ARMS.items():
+    lines = [f"| {head} |".replace("to -", "to −"), "|---" * 10 + "|"]
+    for arm, data in ARMS[task].items():
         row = [data, *cells(curves, tuning, task, arm, 0), *cells(curves, tuning, task, arm, 1)]
         lines.append(f"| {arm} | {' | '.join(row)} |")
     return "\n".join(lines)
@@ -250,10 +256,10 @@ def table(task, curves, tuning):
 
 def grid_table(task, tuning):
     """Every trial: steps and CPU seconds to the higher level on the tuning seed; best of each in bold"""
-    lines = [f"| setting | {' | '.join(ARMS)} |", "|---" * (1 + len(ARMS)) + "|"]
-    for setting in TRIALS[task]:
+    lines = [f"| setting | {' | '.join(ARMS[task])} |", "|---" * (1 + len(ARMS[task])) + "|"]
+    for setting in TRIALS:
         row = []
-        for arm in ARMS:
+        for arm in ARMS[task]:
             curve = tuning[task, arm, setting, TUNING_SEED]
             texts = [steps_to(curve, LEVELS[task][1], column) for column in (0, 1)]
             texts = [f"{x:.0f}{unit}" if x is not None else "–" for x, unit in zip(texts, ("", " s"), strict=True)]
@@ -265,7 +271,7 @@ def grid_table(task, tuning):
     return "\n".join(lines)
 
 
-COLOURS = dict(zip(ARMS, ("tab:red", "tab:orange", "tab:gray", "tab:purple", "tab:blue"), strict=True))
+COLOURS = ("tab:red", "tab:orange", "tab:gray", "tab:purple", "tab:blue", "tab:pink", "tab:cyan")
 TITLES = {
     ("Pendulum-v1", 0): "Pendulum-v1: data save nearly every step",
     ("Pendulum-v1", 1): "Pendulum-v1: SBX, compiled, needs half of SB3's CPU time",
@@ -282,7 +288,8 @@ def draw(tasks, curves, tuning, path):
     panels = [(task, column) for task in tasks for column in (0, 1)]
     for i, (task, column) in enumerate(panels, 1):
         axis = figure.add_subplot(len(tasks), 2, i)
-        for y, (arm, colour) in enumerate(reversed(COLOURS.items())):
+        arms = list(reversed(ARMS[task]))
+        for y, (arm, colour) in enumerate(zip(arms, reversed(COLOURS[: len(arms)]), strict=True)):
             setting, level = best(tuning, task, arm, column), LEVELS[task][1]
             mine = [curve for key, curve in curves.items() if key[:3] == (task, arm, setting)]
             for curve in mine:
@@ -292,10 +299,10 @@ def draw(tasks, curves, tuning, path):
             if (x := middle(mine, level, column)) < float("inf"):
                 axis.plot(x, y, "|", color=colour, markersize=22, markeredgewidth=2.5)
                 axis.annotate(f"{x:.{column}f}", (x, y + 0.27), ha="center", fontsize=9, color=colour)
-        names = [f"{arm} + data" if ARMS[arm] != "–" else arm for arm in reversed(ARMS)]
-        axis.set_yticks(range(len(ARMS)), names)
+        names = [arm if arm in NO_DATA or "," in arm else f"{arm} + data" for arm in arms]
+        axis.set_yticks(range(len(arms)), names)
         unit = "CPU seconds" if column else "environment steps"
-        axis.set(title=TITLES.get((task, column), task), ylim=(-0.5, len(ARMS) - 0.3))
+        axis.set(title=TITLES.get((task, column), task), ylim=(-0.5, len(arms) - 0.3))
         axis.set_xlabel(f"{unit} to a return of {level} (number: median)".replace("-", "−"))
         axis.set_xlim(left=min(0, axis.get_xlim()[0]))
         axis.grid(alpha=0.3, axis="x")
@@ -308,13 +315,13 @@ def main():
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--tasks", nargs="*", default=list(LEVELS), choices=list(LEVELS))
     options = parser.parse_args()
-    grid = [(task, arm, g, TUNING_SEED) for task in options.tasks for g in TRIALS[task] for arm in ARMS]
+    grid = [(task, arm, g, TUNING_SEED) for task in options.tasks for g in TRIALS for arm in ARMS[task]]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         for path in [] if options.tables else [TUNING] if options.tune else [TUNING, STUDY]:
             tuning, done = read(TUNING), read(path)
             jobs = grid
             if path == STUDY:
-                pairs = [(task, seed, arm) for task in options.tasks for seed in SEEDS for arm in ARMS]
+                pairs = [(task, seed, arm) for task in options.tasks for seed in SEEDS for arm in ARMS[task]]
                 chosen = {pair: [best(tuning, pair[0], pair[2], column) for column in (0, 1)] for pair in pairs}
                 jobs = [(task, arm, s, seed) for (task, seed, arm), both in chosen.items() for s in dict.fromkeys(both)]
             jobs = [job for job in jobs if job not in done]
