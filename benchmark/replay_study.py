@@ -68,8 +68,8 @@ GRIDS = {
 }
 
 
-def rejection_sampling(args, policy, train, evaluate, rollout, steps: int):
-    """The simplest rival: keep what was right, imitate it. `steps` supervised steps of 64 answers an iteration."""
+def rejection_sampling(args, policy, train, evaluate, rollout, steps: int, size=64):
+    """The simplest rival: keep what was right, imitate it. `steps` supervised steps of `size` answers an iteration."""
     optimizer = torch.optim.AdamW(policy.lm.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
     kept, curve, seconds = [], [(0, 0.0, evaluate())], 0.0
     names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask")
@@ -80,7 +80,7 @@ def rejection_sampling(args, policy, train, evaluate, rollout, steps: int):
         right = (rows["scores"] > 0).nonzero().flatten().tolist()
         kept += [{name: rows[name][[i]] for name in names} for i in right]
         for _ in range(steps if kept else 0):
-            batch = ppo_v2.join([kept[i] for i in torch.randint(len(kept), (64,)).tolist()])
+            batch = ppo_v2.join([kept[i] for i in torch.randint(len(kept), (size,)).tolist()])
             loss = -ppo_v2.masked_mean(policy(batch)[0], batch["response_mask"])
             optimizer.zero_grad()
             loss.backward()
