@@ -201,15 +201,18 @@ def tiny_opt(**special):  # calls F.dropout with a number of its own
 
 # --- memory ---
 @pytest.mark.parametrize("make_config", [tiny_gpt2, tiny_opt])
-def test_gradient_checkpointing_has_no_dropout(make_config, tmp_path):
-    """It needs train() mode, in which a model's own dropout would be noise in the ratios."""
+def test_gradient_checkpointing_has_no_dropout(make_config, tmp_path, monkeypatch):
+    """Layers are computed again, the numbers are the same: a model's own dropout would be noise in the ratios."""
+    calls = spy(monkeypatch, ppo_v1, "checkpoint")
     tokenizer = ppo_v1.make_tiny_tokenizer()
     config = make_config(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None)
     for part in (transformers.AutoModelForCausalLM.from_config(config), tokenizer):
         part.save_pretrained(tmp_path / "model")
     options = dict(model_name=str(tmp_path / "model"), max_prompt_length=16, num_iterations=1, update_epochs=1)
     a = run(ppo_v1, tmp_path / "a", **options)
+    assert not calls
     b = run(ppo_v1, tmp_path / "b", **options, gradient_checkpointing=True)
+    assert calls
     assert b["rollout/logprob_mismatch"] < 1e-5 and b["losses/grad_norm"] > 0
     for key in ("losses/grad_norm", "losses/value_loss", "losses/policy_loss", "eval/score"):
         assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
