@@ -286,6 +286,18 @@ def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
         assert contents(rows).items() <= went_in.items()
 
 
+def test_the_weights_of_a_draw_enter_the_update(tmp_path, monkeypatch):
+    draws, seen = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2, "ppo_loss")
+    options = dict(update_epochs=1, num_minibatches=1, use_priority_sampling=True, priority_beta=0.5)
+    run(ppo_v2, tmp_path / "run", **LONG | options)
+    pairs = [(given, mb) for (_, (_, given)), ((_, mb, *_), _) in zip(draws, seen, strict=True) if len(given)]
+    assert pairs and all(given.min() < 0.99 for given, _ in pairs)
+    for given, mb in pairs:
+        drawn = mb["replayed"] > 0
+        assert mb["weights"][drawn].sort().values.tolist() == given.sort().values.tolist()
+        assert (mb["weights"][~drawn] == 1).all()
+
+
 def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
     """By today's advantages, which are those of today's critic and policy: returns less values."""
     draws, seen = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2.ReplayBuffer, "priorities")
