@@ -34,7 +34,9 @@ COMMANDS = [  # script and flags, what makes it only print
 ]
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", action="store_true", help="no training, no timing")
     options = parser.parse_args()
     for command, only_print in COMMANDS:

@@ -32,15 +32,37 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_paralleli
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-STUDY, TUNING, SEEDS, TUNING_SEED = HERE / "control.csv", HERE / "control_tuning.csv", (1, 2, 3, 4, 5), 101
-COLUMNS = ["task", "arm", "setting", "seed", "env_steps", "cpu_seconds", "return", "compile_seconds"]
-LEVELS = {"Pendulum-v1": (-200, -150), "Reacher-v5": (-8, -7)}  # the scripts have -110, -5.5; no action -1200, -11
+STUDY, TUNING, SEEDS, TUNING_SEED = (
+    HERE / "control.csv",
+    HERE / "control_tuning.csv",
+    (1, 2, 3, 4, 5),
+    101,
+)
+COLUMNS = [
+    "task",
+    "arm",
+    "setting",
+    "seed",
+    "env_steps",
+    "cpu_seconds",
+    "return",
+    "compile_seconds",
+]
+LEVELS = {
+    "Pendulum-v1": (-200, -150),
+    "Reacher-v5": (-8, -7),
+}  # the scripts have -110, -5.5; no action -1200, -11
 BUDGET = 5_000
 EVERY, EPISODES, OFFLINE_STEPS = 250, 10, 1_500
 NO_DATA = {"SB3": "–", "SBX": "–", "scratch": "–"}
 ARMS = {  # offline data of each, those of wsrl_study.py
     "Pendulum-v1": NO_DATA
-    | {"rlpd": "8000 rows", "design": "8000 rows", "rlpd, one demo": "200 rows", "design, one demo": "200 rows"},
+    | {
+        "rlpd": "8000 rows",
+        "design": "8000 rows",
+        "rlpd, one demo": "200 rows",
+        "design, one demo": "200 rows",
+    },
     "Reacher-v5": NO_DATA | {"rlpd": "8000 rows", "design": "8000 rows"},
 }
 # the trials: what differs from rate 0.001, one update a step, batches of 256, two layers of 64, and the random steps
@@ -93,7 +115,9 @@ class Clock:
     def evaluate(self, env_steps, act):
         """-> whether the higher level was there at two evaluations in a row"""
         self.seconds += time.process_time() - self.since
-        self.curve = [point for point in self.curve if point[0] < env_steps]  # the warm-up ends at step 0, too
+        self.curve = [
+            point for point in self.curve if point[0] < env_steps
+        ]  # the warm-up ends at step 0, too
         self.curve.append((env_steps, self.seconds, judge(self.task, act)))
         self.since = time.process_time()
         return steps_to(self.curve, LEVELS[self.task][1]) is not None
@@ -103,7 +127,9 @@ class Finished(Exception):
     pass
 
 
-def run_ours(arm, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=None, width=64, **more):
+def run_ours(
+    arm, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=None, width=64, **more
+):
     import wsrl_study
 
     import wsrl_warmup
@@ -112,9 +138,14 @@ def run_ours(arm, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=Non
     data = data or {"Pendulum-v1": "no demos", "Reacher-v5": "Reacher"}[task]
     folder = HERE.parent / "runs" / "wsrl_data" / data.replace(" ", "_") / str(seed)
     wsrl_study.make_data(folder, data, seed)
-    options = dict(preset=preset, env_id=task, data_dir=str(folder), seed=seed, device="cpu") | wsrl_study.TASKS[data]
+    options = (
+        dict(preset=preset, env_id=task, data_dir=str(folder), seed=seed, device="cpu")
+        | wsrl_study.TASKS[data]
+    )
     options |= dict(lr=rate, batch_size=batch, hidden_size=width, num_critics=2, utd_ratio=updates)
-    options |= dict(online_steps=steps, eval_every=EVERY, log_interval=EVERY, save_every=10**6) | more
+    options |= (
+        dict(online_steps=steps, eval_every=EVERY, log_interval=EVERY, save_every=10**6) | more
+    )
     offline = (starts or OFFLINE_STEPS) if preset == "design" else 0
     options |= dict(offline_steps=offline) if preset == "design" else dict(learning_starts=starts)
     clock, calls = Clock(task), []
@@ -130,7 +161,10 @@ def run_ours(arm, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=Non
         return {"eval/episodic_return": clock.curve[-1][2]}
 
     before = wsrl_warmup.evaluate_policy, wsrl_warmup.catch_signals
-    wsrl_warmup.evaluate_policy, wsrl_warmup.catch_signals = evaluate, list  # a signal ends the study, not a run
+    wsrl_warmup.evaluate_policy, wsrl_warmup.catch_signals = (
+        evaluate,
+        list,
+    )  # a signal ends the study, not a run
     try:
         with tempfile.TemporaryDirectory() as target, contextlib.suppress(Finished):
             wsrl_warmup.main(wsrl_warmup.Args(**options, run_dir=f"{target}/run"))
@@ -147,8 +181,12 @@ def run_peer(library, task, seed, steps, rate=1e-3, updates=1, batch=256, starts
         from stable_baselines3 import SAC
     else:
         from sbx import SAC
-    options = dict(learning_rate=rate, gradient_steps=updates, batch_size=batch, learning_starts=starts)
-    options |= dict(policy_kwargs=dict(net_arch=[width, width]), buffer_size=50_000, seed=seed, device="cpu")
+    options = dict(
+        learning_rate=rate, gradient_steps=updates, batch_size=batch, learning_starts=starts
+    )
+    options |= dict(
+        policy_kwargs=dict(net_arch=[width, width]), buffer_size=50_000, seed=seed, device="cpu"
+    )
     env = gym.make(task)
     model = SAC("MlpPolicy", env, **options)
     clock, train, compiled = Clock(task), model.train, []
@@ -194,7 +232,12 @@ def record(path, pool, *job):
         writer.writerows([COLUMNS] if new else [])
         rows = [[x, round(y, 2), round(z, 2), round(compiled, 2)] for x, y, z in curve]
         writer.writerows([*job, *row] for row in rows)
-    print(*job, *(f"{level}: {steps_to(curve, level)}" for level in LEVELS[job[0]]), rows[-1], flush=True)
+    print(
+        *job,
+        *(f"{level}: {steps_to(curve, level)}" for level in LEVELS[job[0]]),
+        rows[-1],
+        flush=True,
+    )
 
 
 # --- tables ---
@@ -202,7 +245,9 @@ def read(path):
     curves = {}
     for row in csv.DictReader(open(path)) if path.exists() else ():
         key = row["task"], row["arm"], row["setting"], int(row["seed"])
-        curves[key] = curves.get(key, []) if int(row["env_steps"]) else []  # one that was run again counts once
+        curves[key] = (
+            curves.get(key, []) if int(row["env_steps"]) else []
+        )  # one that was run again counts once
         curves[key].append((int(row["env_steps"]), float(row["cpu_seconds"]), float(row["return"])))
     return curves
 
@@ -233,7 +278,10 @@ def best(tuning, task, arm, column):
 
 def finished(curves, tuning):
     """Tasks of which nothing is missing"""
-    jobs = {t: [(t, arm, best(tuning, t, arm, c), s) for arm in ARMS[t] for c in (0, 1) for s in SEEDS] for t in LEVELS}
+    jobs = {
+        t: [(t, arm, best(tuning, t, arm, c), s) for arm in ARMS[t] for c in (0, 1) for s in SEEDS]
+        for t in LEVELS
+    }
     return [task for task, own in jobs.items() if all(job in curves for job in own)]
 
 
@@ -272,9 +320,14 @@ def grid_table(task, tuning):
         for arm in ARMS[task]:
             curve = tuning[task, arm, setting, TUNING_SEED]
             texts = [steps_to(curve, LEVELS[task][1], column) for column in (0, 1)]
-            texts = [f"{x:.0f}{unit}" if x is not None else "–" for x, unit in zip(texts, ("", " s"), strict=True)]
+            texts = [
+                f"{x:.0f}{unit}" if x is not None else "–"
+                for x, unit in zip(texts, ("", " s"), strict=True)
+            ]
             chosen = [best(tuning, task, arm, column) == setting for column in (0, 1)]
-            texts = [f"**{text}**" if bold else text for text, bold in zip(texts, chosen, strict=True)]
+            texts = [
+                f"**{text}**" if bold else text for text, bold in zip(texts, chosen, strict=True)
+            ]
             row.append(", ".join(texts))
         name = words("SB3", setting) + "; design: updates of the warm-up" * ("starts" in setting)
         lines.append(f"| {name} | {' | '.join(row)} |")
@@ -283,14 +336,20 @@ def grid_table(task, tuning):
 
 def why_jobs(task, tuning):
     """{change: job without its seed}, from the setting that needed the fewest steps"""
-    changes = {name: more for name, more in LIKE_SB3.items() if task == "Pendulum-v1" or name != "reward not scaled"}
+    changes = {
+        name: more
+        for name, more in LIKE_SB3.items()
+        if task == "Pendulum-v1" or name != "reward not scaled"
+    }
     base = json.loads(best(tuning, task, "scratch", 0) or "{}")
     return {name: (task, "scratch", json.dumps(base | more)) for name, more in changes.items()}
 
 
 def why_table(curves, tuning):
     """Steps to both levels, on how many seeds the higher was reached"""
-    heads = [f"{task}: steps to {low} | to {high} | got there" for task, (low, high) in LEVELS.items()]
+    heads = [
+        f"{task}: steps to {low} | to {high} | got there" for task, (low, high) in LEVELS.items()
+    ]
     lines = [f"| scratch | {' | '.join(heads)} |".replace("to -", "to −"), "|---" * 7 + "|"]
     jobs = {task: why_jobs(task, tuning) for task in LEVELS}
     for name in LIKE_SB3:
@@ -299,7 +358,11 @@ def why_table(curves, tuning):
             mine = [curve for key, curve in curves.items() if key[:3] == jobs[task].get(name)]
             steps = [middle(mine, level, 0) for level in levels] if mine else []
             row += ["–" if x == float("inf") else f"{x:.0f}" for x in steps] or ["", ""]
-            row.append(f"{sum(steps_to(c, levels[1]) is not None for c in mine)} of {len(mine)}" if mine else "")
+            row.append(
+                f"{sum(steps_to(c, levels[1]) is not None for c in mine)} of {len(mine)}"
+                if mine
+                else ""
+            )
         lines.append(f"| {name.replace('scratch', 'as it is')} | {' | '.join(row)} |")
     return "\n".join(lines)
 
@@ -328,10 +391,19 @@ def draw(tasks, curves, tuning, path):
             for curve in mine:
                 x = steps_to(curve, level, column)
                 face = "none" if x is None else colour
-                axis.plot(curve[-1][column] if x is None else x, y, "o", color=colour, markerfacecolor=face, alpha=0.6)
+                axis.plot(
+                    curve[-1][column] if x is None else x,
+                    y,
+                    "o",
+                    color=colour,
+                    markerfacecolor=face,
+                    alpha=0.6,
+                )
             if (x := middle(mine, level, column)) < float("inf"):
                 axis.plot(x, y, "|", color=colour, markersize=22, markeredgewidth=2.5)
-                axis.annotate(f"{x:.{column}f}", (x, y + 0.27), ha="center", fontsize=9, color=colour)
+                axis.annotate(
+                    f"{x:.{column}f}", (x, y + 0.27), ha="center", fontsize=9, color=colour
+                )
         names = [arm if arm in NO_DATA or "," in arm else f"{arm} + data" for arm in arms]
         axis.set_yticks(range(len(arms)), names)
         unit = "CPU seconds" if column else "environment steps"
@@ -343,13 +415,19 @@ def draw(tasks, curves, tuning, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tune", action="store_true", help="only the grid")
-    parser.add_argument("--why", action="store_true", help="scratch, with one thing after the other as SB3 has it")
+    parser.add_argument(
+        "--why", action="store_true", help="scratch, with one thing after the other as SB3 has it"
+    )
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--tasks", nargs="*", default=list(LEVELS), choices=list(LEVELS))
     options = parser.parse_args()
-    grid = [(task, arm, g, TUNING_SEED) for task in options.tasks for g in TRIALS for arm in ARMS[task]]
+    grid = [
+        (task, arm, g, TUNING_SEED) for task in options.tasks for g in TRIALS for arm in ARMS[task]
+    ]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         for path in [] if options.tables else [TUNING] if options.tune else [TUNING, STUDY]:
             tuning, done = read(TUNING), read(path)
@@ -358,17 +436,33 @@ def main():
                 own = [job for task in options.tasks for job in why_jobs(task, tuning).values()]
                 jobs = [(*job, seed) for seed in SEEDS for job in own]
             elif path == STUDY:
-                pairs = [(task, seed, arm) for task in options.tasks for seed in SEEDS for arm in ARMS[task]]
-                chosen = {pair: [best(tuning, pair[0], pair[2], column) for column in (0, 1)] for pair in pairs}
-                jobs = [(task, arm, s, seed) for (task, seed, arm), both in chosen.items() for s in dict.fromkeys(both)]
+                pairs = [
+                    (task, seed, arm)
+                    for task in options.tasks
+                    for seed in SEEDS
+                    for arm in ARMS[task]
+                ]
+                chosen = {
+                    pair: [best(tuning, pair[0], pair[2], column) for column in (0, 1)]
+                    for pair in pairs
+                }
+                jobs = [
+                    (task, arm, s, seed)
+                    for (task, seed, arm), both in chosen.items()
+                    for s in dict.fromkeys(both)
+                ]
             jobs = [job for job in jobs if job not in done]
-            for arm in {job[1]: None for job in jobs if job[1] != "SBX"}:  # what a library does once is nobody's cost
+            for arm in {
+                job[1]: None for job in jobs if job[1] != "SBX"
+            }:  # what a library does once is nobody's cost
                 run("Pendulum-v1", arm, "{}", 0, steps=500)
             for job in jobs:
                 record(path, pool, *job)
     curves, tuning = read(STUDY), read(TUNING)
     for task in (tasks := finished(curves, tuning)):
-        print(f"\n{table(task, curves, tuning)}\n\ntrials, seed {TUNING_SEED}\n\n{grid_table(task, tuning)}")
+        print(
+            f"\n{table(task, curves, tuning)}\n\ntrials, seed {TUNING_SEED}\n\n{grid_table(task, tuning)}"
+        )
     print(f"\nwhat SB3 does otherwise\n\n{why_table(curves, tuning)}")
     draw(tasks, curves, tuning, HERE.parent / "docs" / "control.png")
 

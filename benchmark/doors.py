@@ -10,7 +10,9 @@ them another word would cost a point, and the first thing learned would be to sa
 
 import random
 
-PAIRS = dict(amber="gold green", cedar="red blue", flint="blue red", ivory="blue gold", pearl="green gold")
+PAIRS = dict(
+    amber="gold green", cedar="red blue", flint="blue red", ivory="blue gold", pearl="green gold"
+)
 PAIRS["willow"] = "gold blue"
 KEYS = ("red", "green", "blue", "gold")
 FIRST, SECOND = "First, the key is", "Second, the key is"

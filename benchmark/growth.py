@@ -35,14 +35,21 @@ COLUMNS = ["work", "size", "milliseconds", "megabytes"]
 def make_policy(vocabulary=98):
     sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
     config = transformers.LlamaConfig(**sizes, vocab_size=vocabulary, bos_token_id=None)
-    return ppo_v2.PolicyWithValue(transformers.LlamaForCausalLM(config), torch.tensor([vocabulary]), 1.0)
+    return ppo_v2.PolicyWithValue(
+        transformers.LlamaForCausalLM(config), torch.tensor([vocabulary]), 1.0
+    )
 
 
 def update(batch=32, length=8, vocabulary=98):
     """Loss and gradients of a minibatch, prompts of 8 tokens"""
     policy, args = make_policy(vocabulary), ppo_v2.Args()
-    ids = {name: torch.randint(90, (batch, size)) for name, size in (("prompt", 8), ("response", length))}
-    rows = {f"{name}_ids": x for name, x in ids.items()} | {f"{name}_mask": x >= 0 for name, x in ids.items()}
+    ids = {
+        name: torch.randint(90, (batch, size))
+        for name, size in (("prompt", 8), ("response", length))
+    }
+    rows = {f"{name}_ids": x for name, x in ids.items()} | {
+        f"{name}_mask": x >= 0 for name, x in ids.items()
+    }
     rows = {name: x.long() for name, x in rows.items()}
     floats = "logprobs mu_logprobs values returns advantages".split()
     rows |= {name: torch.zeros(batch, length) for name in floats}
@@ -53,13 +60,19 @@ def update(batch=32, length=8, vocabulary=98):
 def generate(length):
     """32 answers that never end"""
     policy, ids = make_policy(), torch.randint(90, (32, 8))
-    return lambda: ppo_v2.generate(policy, ids, torch.ones_like(ids), length, torch.rand(32, length))
+    return lambda: ppo_v2.generate(
+        policy, ids, torch.ones_like(ids), length, torch.rand(32, length)
+    )
 
 
 def draw(size):
     """64 of so many rollouts, by priority and age, and 64 new ones into a full buffer"""
-    buffer = ppo_v2.ReplayBuffer(ppo_v2.Args(use_replay_buffer=True, replay_buffer_size=size, max_replay_reuse=10**9))
-    one = dict.fromkeys(ppo_v2.STORED, torch.ones(size, 8)) | dict.fromkeys(("scores", "ended"), torch.ones(size))
+    buffer = ppo_v2.ReplayBuffer(
+        ppo_v2.Args(use_replay_buffer=True, replay_buffer_size=size, max_replay_reuse=10**9)
+    )
+    one = dict.fromkeys(ppo_v2.STORED, torch.ones(size, 8)) | dict.fromkeys(
+        ("scores", "ended"), torch.ones(size)
+    )
     buffer.add(one, 49)
     new = {name: x[:64] for name, x in one.items()}
     return lambda: (buffer.draw(50), buffer.add(new, 49))
@@ -67,9 +80,15 @@ def draw(size):
 
 def draw_transitions(size):
     """256 transitions of the warm-up's prioritized buffer, and their errors back"""
-    spaces = dict(observation_space=types.SimpleNamespace(shape=(17,)), action_space=types.SimpleNamespace(shape=(6,)))
+    spaces = dict(
+        observation_space=types.SimpleNamespace(shape=(17,)),
+        action_space=types.SimpleNamespace(shape=(6,)),
+    )
     rows = np.zeros(size, wsrl_warmup.row_dtype(types.SimpleNamespace(**spaces)))
-    rb, rng = wsrl_warmup.PrioritizedReplayBuffer(size, rows.dtype, rows=rows), np.random.default_rng(0)
+    rb, rng = (
+        wsrl_warmup.PrioritizedReplayBuffer(size, rows.dtype, rows=rows),
+        np.random.default_rng(0),
+    )
 
     def work():
         inds, _ = rb.sample(256, 0.4, rng)
@@ -83,7 +102,10 @@ def draw_frames(size):
     args = sac_hybrid.Args(buffer_size=2 * size + 2, batch_size=256)
     robot = sac_hybrid.Robot(args, human=False)
     record = np.dtype([(name, robot.record[name]) for name in robot.record.names])
-    buffers, row = [sac_hybrid.FrameBuffer(2 * size + 2, record) for _ in range(2)], np.zeros((), record)
+    buffers, row = (
+        [sac_hybrid.FrameBuffer(2 * size + 2, record) for _ in range(2)],
+        np.zeros((), record),
+    )
     for rb in buffers:
         for _ in range(size):
             rb.insert(row)
@@ -93,7 +115,10 @@ def draw_frames(size):
 WORKS = {  # title: what is measured, its sizes
     "update: tokens of an answer": (lambda n: update(length=n), (8, 32, 128, 512)),
     "update: answers of a batch": (lambda n: update(batch=n), (16, 64, 256, 1024)),
-    "update: words of the vocabulary": (lambda n: update(vocabulary=n), (100, 1_000, 10_000, 50_000)),
+    "update: words of the vocabulary": (
+        lambda n: update(vocabulary=n),
+        (100, 1_000, 10_000, 50_000),
+    ),
     "sampling: tokens of an answer": (generate, (8, 32, 128, 512)),
     "draw 64 rollouts, add 64: rollouts in the buffer": (draw, (10**3, 10**4, 10**5, 10**6)),
     "draw 256 transitions by priority: rows": (draw_transitions, (10**3, 10**4, 10**5, 10**6)),
@@ -112,18 +137,29 @@ def measure(job):
         work()
         times.append(1000 * (time.process_time() - start))
     memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return [title, size, round(statistics.median(times[1:]), 2), round(memory, 1)]  # the first one warms up
+    return [
+        title,
+        size,
+        round(statistics.median(times[1:]), 2),
+        round(memory, 1),
+    ]  # the first one warms up
 
 
 def read():
     """{title: (sizes, milliseconds, megabytes)}"""
     rows = list(csv.DictReader(open(PATH)))
     points = {title: [row for row in rows if row["work"] == title] for title in WORKS}
-    return {title: [[float(row[name]) for row in mine] for name in COLUMNS[1:]] for title, mine in points.items()}
+    return {
+        title: [[float(row[name]) for row in mine] for name in COLUMNS[1:]]
+        for title, mine in points.items()
+    }
 
 
 def table(found):
-    lines = ["| what grows | from, to | CPU ms | steepness at the end | MB at the end |", "|---|---|---|---|---|"]
+    lines = [
+        "| what grows | from, to | CPU ms | steepness at the end | MB at the end |",
+        "|---|---|---|---|---|",
+    ]
     for title, (sizes, times, memory) in found.items():
         steep = math.log(times[-1] / times[-2]) / math.log(sizes[-1] / sizes[-2])
         ends = f"{sizes[0]:,.0f} to {sizes[-1]:,.0f} | {times[0]:.2f} to {times[-1]:.2f}"
@@ -148,12 +184,17 @@ def draw_curves(found, path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="no measuring")
     if not parser.parse_args().table:
         transformers.LlamaForCausalLM  # imported now, or every process below would do it again  # noqa: B018
         jobs = [(title, size) for title, (_, sizes) in WORKS.items() for size in sizes]
-        with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as workers, open(PATH, "w") as file:
+        with (
+            multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as workers,
+            open(PATH, "w") as file,
+        ):
             csv.writer(file, lineterminator="\n").writerow(COLUMNS)
             for row in workers.imap(measure, jobs, chunksize=1):
                 csv.writer(file, lineterminator="\n").writerow(row)

@@ -50,10 +50,24 @@ GAMES = {  # the pool grows with every iteration
 }
 REPORTED = {"lock": "twelve locks, seven turns", "lucky": "locks that luck opens, too"}
 REPORTED |= {"lucky long": "locks that luck opens, too: twice the rollouts"}
-REPORTED |= {"lake": "twelve frozen lakes, ten turns", "noisier": "locks whose judge is wrong in one verdict of five"}
-NAMES = ("4e-3 x 1", "2e-3 x 1", "1e-3 x 1", "5e-4 x 1", "2e-3 x 2", "1e-3 x 2")  # learning rate x epochs
+REPORTED |= {
+    "lake": "twelve frozen lakes, ten turns",
+    "noisier": "locks whose judge is wrong in one verdict of five",
+}
+NAMES = (
+    "4e-3 x 1",
+    "2e-3 x 1",
+    "1e-3 x 1",
+    "5e-4 x 1",
+    "2e-3 x 2",
+    "1e-3 x 2",
+)  # learning rate x epochs
 SETTINGS = {name: (float(name[:4]), int(name[-1])) for name in NAMES}
-CHOSEN = {"HET": (1e-3, 2), "HET + replay": (1e-3, 2), "sft": (1e-3, 1)}  # on the tuning seeds; others 2e-3 x 1
+CHOSEN = {
+    "HET": (1e-3, 2),
+    "HET + replay": (1e-3, 2),
+    "sft": (1e-3, 1),
+}  # on the tuning seeds; others 2e-3 x 1
 REPLAY = dict(use_experience_replay=True)
 ARMS = {
     "baseline": dict(method="baseline"),
@@ -67,18 +81,24 @@ ARMS = {
     "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),
-    "sft, no advice, newest": dict(method="sft", train_rollout_expmode="woexp", exp_select_mode="random"),
+    "sft, no advice, newest": dict(
+        method="sft", train_rollout_expmode="woexp", exp_select_mode="random"
+    ),
     "sft, two shortest": dict(method="sft", max_trajectories_per_task=2),
     "sd, coefficient 0.3": dict(method="sd", sd_coef=0.3),
 }
-RIVALS = [("lock", arm) for arm in ("sft", "sft, two shortest", "sd", "sd, coefficient 0.3")]  # a grid of their own
+RIVALS = [
+    ("lock", arm) for arm in ("sft", "sft, two shortest", "sd", "sd, coefficient 0.3")
+]  # a grid of their own
 SEARCHED = ["lucky long", "luckier", "told", "worn", "noisy", "noisier"]
 PUBLISHED = ["recorded log-probs", "retirement"]
 MAIN = {game: list(ARMS)[:6] for game in GAMES} | {"lake": ["baseline", "HET", "sft"]}
 MAIN |= dict.fromkeys(("lucky", "lucky long"), ["baseline", "baseline + replay", "sft, no advice"])
 MAIN["lucky long"] = [*MAIN["lucky"], "sft, no advice, newest"]
 MAIN["noisier"] = ["baseline", "baseline + replay", "sft", "sft, newest"]
-FRESH = dict.fromkeys(("lucky", "noisier"), (41, 42, 43, 44, 45)) | {"lucky long": (46, 47, 48, 49, 50)}
+FRESH = dict.fromkeys(("lucky", "noisier"), (41, 42, 43, 44, 45)) | {
+    "lucky long": (46, 47, 48, 49, 50)
+}
 
 
 def seeds_of(game):
@@ -93,7 +113,9 @@ def chosen(game, arm):
 def options_of(game, arm):
     """The flags of an arm; as many iterations as the rollouts allow."""
     options = GAMES[game] | ARMS[arm]
-    per_iteration = 60 if "use_experience_replay" in options else 64  # 4 of 8 tasks get one replayed member
+    per_iteration = (
+        60 if "use_experience_replay" in options else 64
+    )  # 4 of 8 tasks get one replayed member
     filled = FILL if options.get("method") != "baseline" else 0
     rollouts = 2 * ROLLOUTS if game == "lucky long" else ROLLOUTS
     return options | dict(num_iterations=(rollouts - filled) // per_iteration)
@@ -116,7 +138,9 @@ def run(job):
 
     def practise(policy, env, dialogue, args):
         names = "seed env num_families max_turns warm_start_steps".split()
-        key = hashlib.sha1(json.dumps([str(getattr(args, name)) for name in names]).encode()).hexdigest()[:12]
+        key = hashlib.sha1(
+            json.dumps([str(getattr(args, name)) for name in names]).encode()
+        ).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
             real(policy, env, dialogue, args)
@@ -127,7 +151,11 @@ def run(job):
     het.validate, het.Run.close = untimed(het.validate), lambda *args: None
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, update_epochs=epochs, seed=seed)
-        options |= dict(device="cpu", save_every=10_000, eval_every=math.ceil(options["num_iterations"] / EVALUATIONS))
+        options |= dict(
+            device="cpu",
+            save_every=10_000,
+            eval_every=math.ceil(options["num_iterations"] / EVALUATIONS),
+        )
         options |= dict(eval_size=EVAL_SIZE, run_dir=f"{folder}/run")
         sys.stdout = open("/dev/null", "w")
         het.main(het.Args(**options))
@@ -136,7 +164,9 @@ def run(job):
     for row in rows:
         worst = max(worst, row.get("ratio/off_p99") or 0.0)
         if "eval/success_rate" in row:
-            scores = [row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")]
+            scores = [
+                row.get(f"eval/success_{kind}", "") for kind in ("unguided", "guided", "unseen")
+            ]
             scores = [round(x, 4) if x != "" else x for x in scores]
             seconds = next(times) - clock["seen"][0]
             what = [game, arm, rate, epochs, seed, row["global_step"], round(seconds, 1)]
@@ -162,9 +192,15 @@ def numbers(curves, column):
 
 def table(game, curves, arms=ARMS):
     """Markdown: what the frozen policy does at the end, mean and by seed; cost."""
-    lines = ["| arm | lr x epochs | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"]
+    lines = [
+        "| arm | lr x epochs | seeds | unguided success | by seed | guided | unseen, told | rollouts | CPU s |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
-    curves = {key: curve for key, curve in sorted(curves.items()) if key[0] == game and key[3] in seeds_of(game)}
+    curves = {
+        key: curve
+        for key, curve in sorted(curves.items())
+        if key[0] == game and key[3] in seeds_of(game)
+    }
     for arm in arms:
         for setting in sorted({key[2] for key in curves if key[1] == arm}):
             mine = [curve for key, curve in curves.items() if key[1:3] == (arm, setting)]
@@ -174,7 +210,9 @@ def table(game, curves, arms=ARMS):
             for column in ("guided", "unseen"):
                 found = numbers(mine, column)
                 cells.append(f"{statistics.mean(found):.2f}" if found else "–")
-            cells += [f"{statistics.mean(numbers(mine, c)):,.0f}" for c in ("global_step", "cpu_seconds")]
+            cells += [
+                f"{statistics.mean(numbers(mine, c)):,.0f}" for c in ("global_step", "cpu_seconds")
+            ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -192,7 +230,11 @@ def grid(game, curves):
     lines = [f"| {game} | " + " | ".join(f"{rate:g} x {epochs}" for rate, epochs in tried) + " |"]
     lines.append("|---|" + "---|" * len(tried))
     for arm in (arm for arm in ARMS if arm in {key[1] for key in mine}):
-        lines.append("| " + " | ".join([arm, *(ends(curves, game, arm, setting) for setting in tried)]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([arm, *(ends(curves, game, arm, setting) for setting in tried)])
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -204,7 +246,10 @@ def search(curves):
         return -1.0 if cell == "–" else statistics.mean(map(float, cell.split()))
 
     for arm in (arm for arm in ARMS if any(key[0] in SEARCHED and key[1] == arm for key in curves)):
-        cells = [max((ends(curves, game, arm, x) for x in SETTINGS.values()), key=mean) for game in SEARCHED]
+        cells = [
+            max((ends(curves, game, arm, x) for x in SETTINGS.values()), key=mean)
+            for game in SEARCHED
+        ]
         lines.append("| " + " | ".join([arm, *cells]) + " |")
     return "\n".join(lines)
 
@@ -215,22 +260,36 @@ def early(curves, bar=0.9):
     lines.append("|---|---|---|---|---|---|")
     for game, arm in RIVALS:
         for setting in sorted({key[2] for key in curves if key[:2] == (game, arm)}, reverse=True):
-            mine = [curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)]
+            mine = [
+                curve for key, curve in sorted(curves.items()) if key[:3] == (game, arm, setting)
+            ]
             cells = [arm, f"{setting[0]:g} x {setting[1]}"]
-            cells += [" ".join(f"{x:.2f}" for x in numbers(mine, column)) for column in ("unguided", "guided")]
-            there = [next((row for row in curve if float(row["unguided"]) >= bar), None) for curve in mine]
+            cells += [
+                " ".join(f"{x:.2f}" for x in numbers(mine, column))
+                for column in ("unguided", "guided")
+            ]
+            there = [
+                next((row for row in curve if float(row["unguided"]) >= bar), None)
+                for curve in mine
+            ]
             for column in ("global_step", "cpu_seconds"):
-                cells.append(" ".join(f"{float(row[column]):,.0f}" if row else "–" for row in there))
+                cells.append(
+                    " ".join(f"{float(row[column]):,.0f}" if row else "–" for row in there)
+                )
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def guard(curves):
     """Markdown: HET on the lock, every seed: success at the end, the largest 99th percentile of off-policy ratios."""
-    mine = {key[3]: curve[-1] for key, curve in sorted(curves.items()) if key[:2] == ("lock", "HET")}
+    mine = {
+        key[3]: curve[-1] for key, curve in sorted(curves.items()) if key[:2] == ("lock", "HET")
+    }
     lines = ["| seed | " + " | ".join(map(str, mine)) + " |", "|---|" + "---|" * len(mine)]
     for name, column in (("unguided success", "unguided"), ("largest off p99", "off_p99")):
-        lines.append(f"| {name} | " + " | ".join(f"{float(row[column]):.2f}" for row in mine.values()) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join(f"{float(row[column]):.2f}" for row in mine.values()) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -248,10 +307,15 @@ def plot(curves, path):
         axis = figure.add_subplot(len(games), 2, i)
         ends = []
         for arm in MAIN[game]:
-            color = {"sft, no advice": "C4", "sft, no advice, newest": "C6"}.get(arm, f"C{list(ARMS).index(arm)}")
+            color = {"sft, no advice": "C4", "sft, no advice, newest": "C6"}.get(
+                arm, f"C{list(ARMS).index(arm)}"
+            )
             mine = [curve for key, curve in curves.items() if key[:2] == (game, arm)]
             if mine:
-                x, y = (np.mean([[float(row[c]) for row in curve] for curve in mine], 0) for c in (column, "unguided"))
+                x, y = (
+                    np.mean([[float(row[c]) for row in curve] for curve in mine], 0)
+                    for c in (column, "unguided")
+                )
                 axis.plot(x, y, ".-", color=color)
                 name = arm if len(mine) >= len(SEEDS) else f"{arm} ({len(mine)} seeds)"
                 ends.append([y[-1], x[-1], name, color])
@@ -261,7 +325,11 @@ def plot(curves, path):
         for y, x, arm, color in ends:
             place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
             axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
-        what = "rollouts" if column == "global_step" else "CPU seconds (without warm start and evaluation)"
+        what = (
+            "rollouts"
+            if column == "global_step"
+            else "CPU seconds (without warm start and evaluation)"
+        )
         axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=REPORTED[game])
         axis.set_xlim(0, axis.get_xlim()[1] * 1.4)
         axis.set_ylim(-0.04, 1.14)
@@ -270,14 +338,24 @@ def plot(curves, path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tune", action="store_true", help="the tuning seeds, into het_tuning.csv")
-    parser.add_argument("--table", action="store_true", help="no training: the tables of the page, and the picture")
+    parser.add_argument(
+        "--table", action="store_true", help="no training: the tables of the page, and the picture"
+    )
     parser.add_argument("--games", nargs="*", default=["lock"], choices=GAMES)
-    parser.add_argument("--arms", nargs="*", choices=ARMS, help="other than those that are reported")
+    parser.add_argument(
+        "--arms", nargs="*", choices=ARMS, help="other than those that are reported"
+    )
     parser.add_argument("--seeds", nargs="*", type=int)
-    parser.add_argument("--settings", nargs="*", choices=SETTINGS, help="other than the chosen one of an arm")
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of a run, beside that of its start")
+    parser.add_argument(
+        "--settings", nargs="*", choices=SETTINGS, help="other than the chosen one of an arm"
+    )
+    parser.add_argument(
+        "--evaluations", type=int, default=EVALUATIONS, help="of a run, beside that of its start"
+    )
     options = parser.parse_args()
     EVALUATIONS = options.evaluations
     path = TUNING if options.tune else STUDY
@@ -286,10 +364,16 @@ if __name__ == "__main__":
         for seed in options.seeds or (TUNING_SEEDS if options.tune else seeds_of(game)):
             for arm in options.arms or MAIN[game]:
                 mine = [SETTINGS[name] for name in options.settings or ()] or [chosen(game, arm)]
-                jobs += [(game, arm, setting, seed) for setting in mine if (game, arm, setting, seed) not in done]
+                jobs += [
+                    (game, arm, setting, seed)
+                    for setting in mine
+                    if (game, arm, setting, seed) not in done
+                ]
     transformers.LlamaForCausalLM  # imported now, or every process below would do it again  # noqa: B018
     for job in [] if options.table else jobs:
-        workers = multiprocessing.get_context("fork").Pool(1)  # a process of its own: its CPU seconds
+        workers = multiprocessing.get_context("fork").Pool(
+            1
+        )  # a process of its own: its CPU seconds
         rows = workers.apply(run, (job,))
         workers.close()
         workers.join()
@@ -299,8 +383,12 @@ if __name__ == "__main__":
         print(rows[-1], flush=True)
     for game, title in REPORTED.items():
         if any(key[0] == game for key in read(STUDY)):
-            print(f"\n{title}\n\n{table(game, read(STUDY), [arm for arm in ARMS if arm not in PUBLISHED])}")
-    print(f"\nreplay as published\n\n{table('lock', read(STUDY), ['baseline + replay', *PUBLISHED])}")
+            print(
+                f"\n{title}\n\n{table(game, read(STUDY), [arm for arm in ARMS if arm not in PUBLISHED])}"
+            )
+    print(
+        f"\nreplay as published\n\n{table('lock', read(STUDY), ['baseline + replay', *PUBLISHED])}"
+    )
     print(f"\n{guard(read(STUDY))}\n\n{early(read(TUNING))}\n\n{search(read(TUNING))}")
     for game in ("lock", "lucky", "lake"):
         print(f"\n{grid(game, read(TUNING))}")

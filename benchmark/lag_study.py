@@ -44,7 +44,11 @@ REPLAY = dict(use_replay_buffer=True, batch_size=64, eval_every=4)
 PARTS = {  # part: task, lags, options
     "tuning": ("default", TUNING_LAGS, LAGGED),
     "study": ("default", LAGS, LAGGED),
-    "fast": ("default", (0, 2, 8, 32), LAGGED),  # all at one learning rate, three times the best of most
+    "fast": (
+        "default",
+        (0, 2, 8, 32),
+        LAGGED,
+    ),  # all at one learning rate, three times the best of most
     "rare": ("rare", (0, 8, 32), LAGGED),
     "whitened": ("default", (16,), LAGGED | dict(norm_adv=True)),
     "replay tuning": ("rare", (0,), REPLAY | dict(num_iterations=80)),
@@ -64,10 +68,16 @@ def run(part, correction, lag, rate, threshold, seed):
     flags = flags | dict(seed=seed, learning_rate=rate, device="cpu", save_every=10**6)
     flags |= {name: value for name, value in TASKS[task][0].items() if name != "answers"}
     if lag or "replay" in part:
-        flags |= {"rollout_lag": lag, "correction": correction, CORRECTIONS[correction][0]: threshold}
+        flags |= {
+            "rollout_lag": lag,
+            "correction": correction,
+            CORRECTIONS[correction][0]: threshold,
+        }
     stale, share = ("lag", "clipfrac") if lag else ("replay", "clipfrac_replay")
     restore = prepare(ppo_v2, task)
-    ppo_v2.time = types.SimpleNamespace(time=time.process_time)  # other load on the machine must not count
+    ppo_v2.time = types.SimpleNamespace(
+        time=time.process_time
+    )  # other load on the machine must not count
     ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
     stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
     try:
@@ -105,7 +115,10 @@ def tuned(done, correction, column, part="tuning"):
         rate, lag = tuned(done, correction, 3, part), max(key[2] for key in kin)
         kin = {key: end for key, end in kin.items() if key[3] == rate and key[2] == lag}
     values = sorted({key[column] for key in kin}, key=lambda value: (value != own, value))
-    return max(values, key=lambda value: statistics.mean(end for key, end in kin.items() if key[column] == value))
+    return max(
+        values,
+        key=lambda value: statistics.mean(end for key, end in kin.items() if key[column] == value),
+    )
 
 
 def jobs(done):
@@ -113,22 +126,31 @@ def jobs(done):
     pairs = [(lag, seed) for lag in TUNING_LAGS for seed in TUNING_SEEDS]
     for correction, (_, thresholds) in CORRECTIONS.items():
         for rate in RATES:
-            yield from (("tuning", correction, lag, rate, thresholds[0], seed) for lag, seed in pairs)
+            yield from (
+                ("tuning", correction, lag, rate, thresholds[0], seed) for lag, seed in pairs
+            )
     for correction, (_, thresholds) in CORRECTIONS.items():
         rate = tuned(done, correction, 3)
         for threshold in thresholds[1:]:
-            yield from (("tuning", correction, TUNING_LAGS[1], rate, threshold, seed) for seed in TUNING_SEEDS)
+            yield from (
+                ("tuning", correction, TUNING_LAGS[1], rate, threshold, seed)
+                for seed in TUNING_SEEDS
+            )
     pairs = [(seed, part) for seed in SEEDS for part in ("study", "fast")]
     pairs += [(seed, "rare") for seed in SEEDS] + [(seed, "whitened") for seed in SEEDS[:2]]
     for seed, part in pairs:
         for lag in PARTS[part][1]:
-            for correction in CORRECTIONS if lag else ["none"]:  # without a lag there is nothing to correct
+            for correction in (
+                CORRECTIONS if lag else ["none"]
+            ):  # without a lag there is nothing to correct
                 setting = [tuned(done, correction, column) for column in (3, 4)]
                 setting = (FAST, CORRECTIONS[correction][1][0]) if part == "fast" else setting
                 yield part, correction, lag, *setting, seed
     for correction, (_, thresholds) in CORRECTIONS.items():
         for rate in REPLAY_RATES:
-            yield from (("replay tuning", correction, 0, rate, thresholds[0], seed) for seed in TUNING_SEEDS)
+            yield from (
+                ("replay tuning", correction, 0, rate, thresholds[0], seed) for seed in TUNING_SEEDS
+            )
     for part, seeds in (("replay", SEEDS), ("replay long", SEEDS[:3])):
         for seed in seeds:
             for correction in CORRECTIONS:
@@ -139,7 +161,9 @@ def jobs(done):
 def write(key, numbers):
     new = not PATH.exists()
     with open(PATH, "a", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(([COLUMNS] if new else []) + [[*key, *numbers]])
+        csv.writer(file, lineterminator="\n").writerows(
+            ([COLUMNS] if new else []) + [[*key, *numbers]]
+        )
 
 
 # --- tables ---
@@ -163,7 +187,11 @@ def lag_table(done, part):
         rate, threshold = (FAST, CORRECTIONS[name][1][0]) if part == "fast" else (rate, threshold)
         flag = CORRECTIONS[name][0].replace("_", "-")
         cells = [cell(ends(done, part, name, lag)) for lag in lags]
-        lines.append(f"| {name} | `--learning-rate {rate:g} --{flag} {threshold:g}` | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {name} | `--learning-rate {rate:g} --{flag} {threshold:g}` | "
+            + " | ".join(cells)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -181,7 +209,10 @@ def why_table(done, part, lag):
     for name in CORRECTIONS:
         rows = ends(done, part, name, lag)
         if rows:
-            means = {column: statistics.mean(row[column] for row in rows) for column in COLUMNS[len(KEYS) :]}
+            means = {
+                column: statistics.mean(row[column] for row in rows)
+                for column in COLUMNS[len(KEYS) :]
+            }
             cells = [
                 cell(rows),
                 f"{means['kl']:.3f}",
@@ -194,7 +225,11 @@ def why_table(done, part, lag):
 
 
 def rate_table(done):
-    lines = ["| correction | " + " | ".join(f"{rate:g}, lag {lag}" for lag in TUNING_LAGS for rate in RATES) + " |"]
+    lines = [
+        "| correction | "
+        + " | ".join(f"{rate:g}, lag {lag}" for lag in TUNING_LAGS for rate in RATES)
+        + " |"
+    ]
     lines.append("|---|" + "---|" * len(TUNING_LAGS) * len(RATES))
     for name, (_, thresholds) in CORRECTIONS.items():
         cells = []
@@ -207,11 +242,16 @@ def rate_table(done):
 
 
 def threshold_table(done):
-    lines = [f"| correction | threshold: accuracy at lag {TUNING_LAGS[1]} | | |", "|---|---|---|---|"]
+    lines = [
+        f"| correction | threshold: accuracy at lag {TUNING_LAGS[1]} | | |",
+        "|---|---|---|---|",
+    ]
     for name, (option, thresholds) in CORRECTIONS.items():
         cells, rate = [], tuned(done, name, 3)
         for threshold in sorted(thresholds):
-            keys = [("tuning", name, TUNING_LAGS[1], rate, threshold, seed) for seed in TUNING_SEEDS]
+            keys = [
+                ("tuning", name, TUNING_LAGS[1], rate, threshold, seed) for seed in TUNING_SEEDS
+            ]
             found = cell([done[key] for key in keys if key in done])
             cells.append(f"`--{option.replace('_', '-')} {threshold:g}`: {found}")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
@@ -231,7 +271,9 @@ def replay_table(done):
     return "\n".join(lines)
 
 
-COLOURS = dict(none="tab:gray", behaviour="tab:blue", decoupled="tab:orange", cispo="tab:red", dppo="tab:green")
+COLOURS = dict(
+    none="tab:gray", behaviour="tab:blue", decoupled="tab:orange", cispo="tab:red", dppo="tab:green"
+)
 COLOURS |= dict(m2po="tab:purple")
 
 
@@ -255,16 +297,22 @@ def draw(done, path):
                 labels.append((middle[-1], x[-1], name))
         label(axis, labels)
         axis.set_xticks(range(len(lags)), lags)
-        axis.set(title=title, xlabel="lag: iterations between sampler and learner", ylim=(-0.03, 1.05))
+        axis.set(
+            title=title, xlabel="lag: iterations between sampler and learner", ylim=(-0.03, 1.05)
+        )
     labels = []
     for name, (_, thresholds) in CORRECTIONS.items():
         found = []
         for rate in RATES:
-            keys = [("tuning", name, TUNING_LAGS[1], rate, thresholds[0], seed) for seed in TUNING_SEEDS]
+            keys = [
+                ("tuning", name, TUNING_LAGS[1], rate, thresholds[0], seed) for seed in TUNING_SEEDS
+            ]
             found.append([done[key]["end"] for key in keys if key in done])
         points = [(i, statistics.mean(x)) for i, x in enumerate(found) if x]
         axes[2].plot(*zip(*points, strict=True), ".-", color=COLOURS[name])
-        labels.append((points[-2][1], points[-2][0] + 0.05, name))  # at the last rate everything is lost
+        labels.append(
+            (points[-2][1], points[-2][0] + 0.05, name)
+        )  # at the last rate everything is lost
     label(axes[2], labels)
     axes[2].set_xticks(range(len(RATES)), [f"{rate:g}" for rate in RATES])
     title = f"lag {TUNING_LAGS[1]}: the learning rate matters\nas much as the correction"
@@ -284,7 +332,9 @@ def label(axis, labels):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", action="store_true", help="no training")
     options = parser.parse_args()
     done = read()
@@ -294,7 +344,9 @@ def main():
             write(key, numbers)
             done[key] = dict(zip(COLUMNS[len(KEYS) :], numbers, strict=True))
             print(*key, numbers, flush=True)
-    print(f"\nlearning rates, two tuning seeds\n\n{rate_table(done)}\n\nthresholds\n\n{threshold_table(done)}")
+    print(
+        f"\nlearning rates, two tuning seeds\n\n{rate_table(done)}\n\nthresholds\n\n{threshold_table(done)}"
+    )
     print(f"\nlag 32, all at {FAST}\n\n{why_table(done, 'fast', 32)}")
     for part in ("study", "fast", "rare", "whitened"):
         if any(key[0] == part for key in done):

@@ -20,7 +20,9 @@ class Lake:
         self.env = FrozenLakeEnv(desc=lake, is_slippery=False)
         self.env.reset(seed=seed)
         # the topic is one word: "lake" would match the advice for every lake
-        return f"lake {NAMES[family]} room {room % 100:02d} row 0 column 0", dict(topic=NAMES[family])
+        return f"lake {NAMES[family]} room {room % 100:02d} row 0 column 0", dict(
+            topic=NAMES[family]
+        )
 
     def step(self, action: str):
         obs, reward, terminated, truncated, info = self.env.step(self.actions.index(action))

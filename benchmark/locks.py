@@ -15,7 +15,10 @@ import itertools
 import random
 
 NAMES = "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar".split()
-TRAINING, PRACTICE = 240, 1_000_000  # tasks below are for training; those from PRACTICE on have secrets of their own
+TRAINING, PRACTICE = (
+    240,
+    1_000_000,
+)  # tasks below are for training; those from PRACTICE on have secrets of their own
 
 
 class Lucky:
@@ -28,7 +31,9 @@ class Lucky:
         rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")
         self.secret, self.slot, self.name = rules.choices(self.actions, k=4), 0, NAMES[family]
         self.training, self.games, self.history = seed < TRAINING, self.games + 1, f"{seed}"
-        return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
+        return f"lock {self.name} room {room % 100:02d}", dict(
+            topic=self.name, solution=self.secret
+        )
 
     def luck(self) -> float:
         """Chance that a wrong press opens the lock."""
@@ -71,7 +76,9 @@ class Noisy(Lucky):
     """Seven presses, then a judge who errs: some open locks count for nothing, some closed ones for a success."""
 
     wrong_verdicts, turns = 0.1, 7
-    places = itertools.count()  # an environment of a batch has its own errors, and others in every game
+    places = (
+        itertools.count()
+    )  # an environment of a batch has its own errors, and others in every game
 
     def __init__(self):
         self.place = next(Noisy.places)
@@ -81,7 +88,10 @@ class Noisy(Lucky):
 
     def reset(self, seed: int):
         result = super().reset(seed)
-        self.presses, chance = 0, random.Random(f"verdict {seed} {self.place} {self.games}").random()
+        self.presses, chance = (
+            0,
+            random.Random(f"verdict {seed} {self.place} {self.games}").random(),
+        )
         self.errs = self.training and chance < self.wrong_verdicts
         return result
 
@@ -92,7 +102,13 @@ class Noisy(Lucky):
         if not ended and self.presses < self.turns:
             return text, opened, ended, *rest
         # a closed lock ends here, too: only a game that has ended can be a success
-        return text, float(bool(opened) != self.errs), True, False, dict(experience=self.advice(pressed, not opened))
+        return (
+            text,
+            float(bool(opened) != self.errs),
+            True,
+            False,
+            dict(experience=self.advice(pressed, not opened)),
+        )
 
 
 class Noisier(Noisy):

@@ -30,7 +30,14 @@ PATH = HERE / "log_study.csv"
 SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
 LOGS = {"early": 1280, "whole": 5120}  # answers of the log that are handed on
 POINTS = (0, 640, 1280, 2560)  # answers of the new run after which it is judged
-TASK = dict(min_digits=5, max_digits=6, batch_size=64, use_replay_buffer=True, device="cpu", save_every=10**6)
+TASK = dict(
+    min_digits=5,
+    max_digits=6,
+    batch_size=64,
+    use_replay_buffer=True,
+    device="cpu",
+    save_every=10**6,
+)
 GRID = [(rate, steps) for rate in (2e-4, 5e-4) for steps in (100, 400)]  # of supervised learning
 ARMS = ("nothing", "replay", "replay, no log-probs", "supervised")
 COLUMNS = ["log", "arm", "setting", "seed", *map(str, POINTS)]
@@ -108,14 +115,20 @@ def read():
     """{(log, arm, setting, seed): [accuracy, ...]}"""
     rows = list(csv.DictReader(open(PATH))) if PATH.exists() else []
     return {
-        (row["log"], row["arm"], row["setting"], int(row["seed"])): [float(row[k]) for k in COLUMNS[4:] if row[k]]
+        (row["log"], row["arm"], row["setting"], int(row["seed"])): [
+            float(row[k]) for k in COLUMNS[4:] if row[k]
+        ]
         for row in rows
     }
 
 
 def jobs(done):
     for log in LOGS:
-        yield from ((log, "supervised", json.dumps(setting), seed) for setting in GRID for seed in TUNING_SEEDS)
+        yield from (
+            (log, "supervised", json.dumps(setting), seed)
+            for setting in GRID
+            for seed in TUNING_SEEDS
+        )
     for seed in SEEDS:
         yield "none", "nothing", "", seed
         for log in LOGS:
@@ -132,20 +145,33 @@ def best(done, log):
 
 
 def table(done):
-    lines = ["| start from | 0 answers | 640 | 1280 | 2560 | 2560, seeds 1–5 |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| start from | 0 answers | 640 | 1280 | 2560 | 2560, seeds 1–5 |",
+        "|---|---|---|---|---|---|",
+    ]
     for log, arm in [("none", "nothing"), *((log, arm) for log in LOGS for arm in ARMS[1:])]:
         mine = [done[key] for key in sorted(done) if key[:2] == (log, arm) and key[3] in SEEDS]
         if mine:
             means = [short(statistics.mean(scores)) for scores in zip(*mine, strict=True)]
-            name = {"none": "nothing", "early": f"first {LOGS['early']} of a log", "whole": f"a log of {LOGS['whole']}"}
+            name = {
+                "none": "nothing",
+                "early": f"first {LOGS['early']} of a log",
+                "whole": f"a log of {LOGS['whole']}",
+            }
             name = name[log] if log == "none" else f"{name[log]}: {arm}"
             ends = " ".join(short(scores[-1]) for scores in mine)
-            lines.append(f"| {name} | " + " | ".join(means + ["–"] * (len(POINTS) - len(means))) + f" | {ends} |")
+            lines.append(
+                f"| {name} | "
+                + " | ".join(means + ["–"] * (len(POINTS) - len(means)))
+                + f" | {ends} |"
+            )
     return "\n".join(lines)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", action="store_true", help="no training")
     options, done = parser.parse_args(), read()
     torch.set_num_threads(1)

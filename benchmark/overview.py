@@ -48,10 +48,15 @@ def draw(path):
     ):
         found, ends = curves(name, where, arm_column, x, y), []
         for i, (arm, label) in enumerate(arms.items()):
-            points = found[arm] if x != "lag" or arm == "none" else found["none"][:1] + found[arm]  # lag 0 is one run
+            points = (
+                found[arm] if x != "lag" or arm == "none" else found["none"][:1] + found[arm]
+            )  # lag 0 is one run
             seeds = max(len(values) for _, values in points)
             points = [(step, values) for step, values in points if len(values) == seeds]
-            steps, middle = [step for step, _ in points], [statistics.mean(values) for _, values in points]
+            steps, middle = (
+                [step for step, _ in points],
+                [statistics.mean(values) for _, values in points],
+            )
             steps = steps if x != "lag" else list(range(len(steps)))  # 0, 1, 2, 4, .. evenly
             low, high = ([f(values) for _, values in points] for f in (min, max))
             axis.plot(steps, middle, color=f"C{i}", linewidth=2)
@@ -61,7 +66,9 @@ def draw(path):
                 axis.set_xticks(steps, [f"{step:g}" for step, _ in points])
         bottom, top = axis.get_ylim()
         height = top + 1
-        for end, step, label, colour in sorted(ends, reverse=True):  # names keep a distance from each other
+        for end, step, label, colour in sorted(
+            ends, reverse=True
+        ):  # names keep a distance from each other
             height = min(end, height - 0.055 * (top - bottom))
             axis.text(step, height, "  " + label, color=colour, va="center", fontsize=10)
         left, right = axis.get_xlim()
@@ -69,7 +76,9 @@ def draw(path):
         axis.set_title(title, fontsize=11)
         axis.set(xlabel=labels[0], ylabel=labels[1])
         axis.grid(alpha=0.3)
-    figure.supxlabel("lines: means over five seeds (HET on the locks: ten); bands: their range", fontsize=10)
+    figure.supxlabel(
+        "lines: means over five seeds (HET on the locks: ten); bands: their range", fontsize=10
+    )
     figure.savefig(path, dpi=80)
 
 

@@ -42,7 +42,9 @@ def digits(prompts, responses, answers=None):
 
 
 def gap(stamps):
-    return statistics.median(b - a for a, b in zip(stamps[WARM_UP:], stamps[WARM_UP + 1 :], strict=False))
+    return statistics.median(
+        b - a for a, b in zip(stamps[WARM_UP:], stamps[WARM_UP + 1 :], strict=False)
+    )
 
 
 def ours(work, model, folder, turn):
@@ -50,8 +52,17 @@ def ours(work, model, folder, turn):
     import ppo
 
     iterations, epochs, responses, tokens = WORK[work]
-    options = dict(batch_size=responses, max_response_length=tokens, update_epochs=epochs, num_minibatches=1)
-    options |= dict(num_iterations=iterations, eval_every=10**6, eval_size=8, sft_steps=0, device="cpu", kl_coef=0.0)
+    options = dict(
+        batch_size=responses, max_response_length=tokens, update_epochs=epochs, num_minibatches=1
+    )
+    options |= dict(
+        num_iterations=iterations,
+        eval_every=10**6,
+        eval_size=8,
+        sft_steps=0,
+        device="cpu",
+        kl_coef=0.0,
+    )
     options |= dict(learning_rate=1e-6, model_name=model, reward_fn=f"{__file__}:digits")
     stamps, lengths, log = [], [], ppo.Run.log
 
@@ -132,9 +143,13 @@ def floor(work, model, *_):
     args = ppo.Args(model_name=model, max_response_length=tokens)
     lm, tokenizer, _ = ppo.load_lm(args)
     train, _, _ = ppo.make_task(args, tokenizer)
-    prompts = responses * max(len(tokenizer(prompt)["input_ids"]) for prompt, _ in train[:responses])
+    prompts = responses * max(
+        len(tokenizer(prompt)["input_ids"]) for prompt, _ in train[:responses]
+    )
     head = lm.get_output_embeddings().weight.detach().float()
-    layers = [x.weight.detach().float() for x in lm.model.modules() if isinstance(x, torch.nn.Linear)]
+    layers = [
+        x.weight.detach().float() for x in lm.model.modules() if isinstance(x, torch.nn.Linear)
+    ]
 
     def products(weights, rows, backward):
         for weight in weights:
@@ -196,18 +211,27 @@ def worker(work, model, alone=None):
             found, size = in_turn(work, model, folder), WORK[work][2]
             print(
                 json.dumps(
-                    {name: [size / seconds, size * length / seconds] for name, (seconds, length) in found.items()}
+                    {
+                        name: [size / seconds, size * length / seconds]
+                        for name, (seconds, length) in found.items()
+                    }
                 )
             )
 
 
 def python(*command):
     """Run the peers' interpreter; its output, or an end with its last words."""
-    quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     command = [VENV / "bin" / "python", *command]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | quiet)
     if done.returncode:
-        raise SystemExit(f"benchmark/peers.py: {' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"benchmark/peers.py: {' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
@@ -228,12 +252,19 @@ def tables(rows):
     heads = "work | ours: responses/s | TRL: responses/s | ratio | matrix products alone | memory, ours / TRL"
     lines = [f"| {heads} |", "|---" * 6 + "|"]
     for work in WORK:
-        mine = [[row for row in rows if (row["work"], row["side"]) == (work, side)] for side in SIDES]
+        mine = [
+            [row for row in rows if (row["work"], row["side"]) == (work, side)] for side in SIDES
+        ]
         if all(mine):
-            rates = ([float(row[COLUMNS[3]]) for row in side if row["round"] != "0"] for side in mine)
+            rates = (
+                [float(row[COLUMNS[3]]) for row in side if row["round"] != "0"] for side in mine
+            )
             ours, theirs, least = rates
             cells = [spread(ours, ".1f"), spread(theirs, ".1f")]
-            cells += [spread([x / y for x, y in zip(ours, theirs, strict=True)]), f"{max(least):.1f}"]
+            cells += [
+                spread([x / y for x, y in zip(ours, theirs, strict=True)]),
+                f"{max(least):.1f}",
+            ]
             sizes = [row[COLUMNS[5]] for side in mine for row in side if row["round"] == "0"]
             cells.append(" / ".join(f"{float(size):.0f} MB" for size in sizes))
             lines.append(f"| {work} | {' | '.join(cells)} |")
@@ -241,7 +272,9 @@ def tables(rows):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--real-model", help="folder of a causal LM")
     parser.add_argument("--only", choices=list(WORK), help="one kind of work; the other rows stay")
     parser.add_argument("--rounds", type=int, default=3)
@@ -256,7 +289,11 @@ if __name__ == "__main__":
             make_venv()
             works = [work for work in WORK if options.real_model or work.startswith("tiny")]
             works = [options.only] if options.only else works
-            found = [row for row in csv.reader(open(PATH)) if row[0] not in (*works, "work")] if PATH.exists() else []
+            found = (
+                [row for row in csv.reader(open(PATH)) if row[0] not in (*works, "work")]
+                if PATH.exists()
+                else []
+            )
             for work in works:
                 model = ["--real-model", options.real_model] if work.startswith("real") else []
                 for name in list(SIDES)[:2]:

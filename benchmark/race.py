@@ -30,7 +30,16 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch
-from replay_study import TASKS, TUNING_SEEDS, area, best_settings, prepare, reach, rejection_sampling, short
+from replay_study import (
+    TASKS,
+    TUNING_SEEDS,
+    area,
+    best_settings,
+    prepare,
+    reach,
+    rejection_sampling,
+    short,
+)
 from replay_study import read as read_curves
 
 import ppo
@@ -38,7 +47,10 @@ import ppo_v2
 
 STUDY, TUNING, SEEDS = HERE / "race.csv", HERE / "race_tuning.csv", (1, 2, 3, 4, 5)
 COLUMNS = ["task", "arm", "setting", "seed", "answers", "seconds", "accuracy"]
-BUDGET = {"default": (5_120, 128), "rare": (7_680, 256)}  # answers of a run, answers between evaluations
+BUDGET = {
+    "default": (5_120, 128),
+    "rare": (7_680, 256),
+}  # answers of a run, answers between evaluations
 TRL = "TRL, GRPO"
 ARMS = {  # name here: name in replay_study.py, whose tuned setting it has
     "ppo.py": "plain PPO",
@@ -46,8 +58,16 @@ ARMS = {  # name here: name in replay_study.py, whose tuned setting it has
     "rejection sampling": "rejection sampling",
     TRL: None,
 }
-CENTRE = dict(learning_rate=5e-4, batch_size=128, num_generations=8, scale_rewards="none", num_iterations=2)
-CENTRE |= dict(loss_type="dapo", lr_scheduler_type="linear", steps_per_generation=1, adam_epsilon=1e-8, beta=0.0)
+CENTRE = dict(
+    learning_rate=5e-4, batch_size=128, num_generations=8, scale_rewards="none", num_iterations=2
+)
+CENTRE |= dict(
+    loss_type="dapo",
+    lr_scheduler_type="linear",
+    steps_per_generation=1,
+    adam_epsilon=1e-8,
+    beta=0.0,
+)
 SEARCH = [  # from the centre, in this order; the best so far is kept
     ("learning_rate", (2e-4, 1e-3, 2e-3)),
     ("scale_rewards", ("group", "batch")),
@@ -79,12 +99,23 @@ def start(task, seed, **options):
     ppo.warm_start(lm, train, tokenizer, args)
     policy = ppo.PolicyWithValue(lm, eos_ids, args.temperature)
     stream = random.Random(f"{seed}/0").sample(train, len(train))
-    return args, policy, stream, tokenizer, scorer, functools.partial(ppo.evaluate, policy, held_out, tokenizer, scorer)
+    return (
+        args,
+        policy,
+        stream,
+        tokenizer,
+        scorer,
+        functools.partial(ppo.evaluate, policy, held_out, tokenizer, scorer),
+    )
 
 
 def run_script(module, task, seed, answers, every, batch_size=128, **options):
     """`ppo.py` or `ppo_v2.py` as they are -> [(answers, CPU seconds, accuracy), ...]"""
-    options |= dict(batch_size=batch_size, num_iterations=answers // batch_size, eval_every=max(1, every // batch_size))
+    options |= dict(
+        batch_size=batch_size,
+        num_iterations=answers // batch_size,
+        eval_every=max(1, every // batch_size),
+    )
     options |= TASKS[task][0] | dict(seed=seed, device="cpu")
     options |= dict(save_every=10**6) if module is ppo_v2 else {}
     with tempfile.TemporaryDirectory() as folder:
@@ -100,15 +131,31 @@ def run_script(module, task, seed, answers, every, batch_size=128, **options):
 
 def run_rejection_sampling(task, seed, answers, every, steps, batch_size=128, **options):
     loop = dict(num_iterations=answers // batch_size, eval_every=max(1, every // batch_size))
-    args, policy, stream, tokenizer, scorer, evaluate = start(task, seed, batch_size=batch_size, **loop, **options)
+    args, policy, stream, tokenizer, scorer, evaluate = start(
+        task, seed, batch_size=batch_size, **loop, **options
+    )
 
     def rollout(pairs):
-        return ppo.rollout(policy, pairs, tokenizer, scorer, args, torch.rand(len(pairs), args.max_response_length))
+        return ppo.rollout(
+            policy, pairs, tokenizer, scorer, args, torch.rand(len(pairs), args.max_response_length)
+        )
 
-    return rejection_sampling(args, policy, stream, functools.partial(evaluate, args), rollout, steps)
+    return rejection_sampling(
+        args, policy, stream, functools.partial(evaluate, args), rollout, steps
+    )
 
 
-def run_trl(task, seed, answers, every, batch_size, steps_per_generation, num_iterations, loss_type, **options):
+def run_trl(
+    task,
+    seed,
+    answers,
+    every,
+    batch_size,
+    steps_per_generation,
+    num_iterations,
+    loss_type,
+    **options,
+):
     """GRPOTrainer on the same model and prompts, each of which it asks `num_generations` times."""
     import transformers
     from datasets import Dataset
@@ -116,7 +163,9 @@ def run_trl(task, seed, answers, every, batch_size, steps_per_generation, num_it
 
     args, policy, stream, tokenizer, scorer, evaluate = start(task, seed)
     tokenizer.padding_side = "left"
-    data = Dataset.from_list([dict(prompt=prompt, answer=answer) for prompt, answer in stream[:answers]])
+    data = Dataset.from_list(
+        [dict(prompt=prompt, answer=answer) for prompt, answer in stream[:answers]]
+    )
     steps = steps_per_generation * num_iterations  # optimizer steps of one batch of answers
     curve, spent = [], [0.0, 0.0]  # CPU seconds so far, clock at the start of a step
 
@@ -136,7 +185,9 @@ def run_trl(task, seed, answers, every, batch_size, steps_per_generation, num_it
                 policy.train()
 
     def reward(prompts, completions, completion_ids, answer, **_):
-        ended = [tokenizer.eos_token_id in ids for ids in completion_ids]  # as ours: cut off is wrong
+        ended = [
+            tokenizer.eos_token_id in ids for ids in completion_ids
+        ]  # as ours: cut off is wrong
         right = scorer(prompts, completions, answer)
         return [float(x and y) for x, y in zip(right, ended, strict=True)]
 
@@ -177,11 +228,17 @@ def run_trl(task, seed, answers, every, batch_size, steps_per_generation, num_it
 def run(task, arm, setting, seed, answers=None, every=None):
     torch.set_num_threads(1)
     budget = answers or BUDGET[task][0], every or BUDGET[task][1]
-    runs = {"ppo.py": functools.partial(run_script, ppo), "rejection sampling": run_rejection_sampling, TRL: run_trl}
+    runs = {
+        "ppo.py": functools.partial(run_script, ppo),
+        "rejection sampling": run_rejection_sampling,
+        TRL: run_trl,
+    }
     runs["ppo_v2.py, replay"] = functools.partial(run_script, ppo_v2, use_replay_buffer=True)
     options = (CENTRE if arm == TRL else {}) | json.loads(setting)
     undo = [prepare(module, task) for module in (ppo, ppo_v2)]
-    ppo.time = ppo_v2.time = types.SimpleNamespace(time=time.process_time)  # other load must not count
+    ppo.time = ppo_v2.time = types.SimpleNamespace(
+        time=time.process_time
+    )  # other load must not count
     ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -197,7 +254,9 @@ def record(path, task, arm, setting, seed, **options):
     with open(path, "a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([COLUMNS] if new else [])
-        writer.writerows([task, arm, setting, seed, x, round(y, 4), round(z, 4)] for x, y, z in curve)
+        writer.writerows(
+            [task, arm, setting, seed, x, round(y, 4), round(z, 4)] for x, y, z in curve
+        )
     print(
         f"{task}, {arm}, {setting}, seed {seed}: {area(curve):.3f}, {curve[-1][2]:.3f}, {curve[-1][1]:.1f} s",
         flush=True,
@@ -223,7 +282,9 @@ def search(task, tuning, measure=None):
 
     best = CENTRE
     for name, values in SEARCH:
-        best = max([best, *(best | {name: value} for value in values)], key=score)  # if level, what it was
+        best = max(
+            [best, *(best | {name: value} for value in values)], key=score
+        )  # if level, what it was
     return tried, json.dumps({k: v for k, v in best.items() if v != CENTRE[k]})
 
 
@@ -249,13 +310,18 @@ def table(task, curves):
     ends = [statistics.median(curve[-1][column] for curve in theirs) for column in (0, 1)]
     for arm in ARMS:
         if mine := of(curves, task, arm):
-            costs = [[middle(mine, threshold, column) for threshold in (0.5, 0.9)] for column in (0, 1)]
+            costs = [
+                [middle(mine, threshold, column) for threshold in (0.5, 0.9)] for column in (0, 1)
+            ]
             cells = [" ".join(short(curve[-1][2]) for curve in mine)]
             cells += ["–" if x == float("inf") else f"{x:.0f}" for x in costs[0]]
             cells += ["–" if x == float("inf") else f"{x:.1f}" for x in costs[1]]
             cells.append(f"{sum(reach(curve, 0.9) is not None for curve in mine)} of {len(mine)}")
             for i, threshold in enumerate((0.5, 0.9)):
-                pairs = [(middle(theirs, threshold, column), costs[column][i], ends[column]) for column in (0, 1)]
+                pairs = [
+                    (middle(theirs, threshold, column), costs[column][i], ends[column])
+                    for column in (0, 1)
+                ]
                 cells.append(", ".join(ratio(*pair) for pair in pairs))
             lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -274,7 +340,10 @@ def grid_table(tuning):
     found = {task: search(task, tuning) for task in BUDGET}
     for text in dict.fromkeys(text for tried, _ in found.values() for text in tried):
         cells = [short(tried[text]) if text in tried else "" for tried, _ in found.values()]
-        cells = [f"**{x}**" if text == best else x for x, (_, best) in zip(cells, found.values(), strict=True)]
+        cells = [
+            f"**{x}**" if text == best else x
+            for x, (_, best) in zip(cells, found.values(), strict=True)
+        ]
         words = ", ".join(f"{name} {value}" for name, value in json.loads(text).items())
         lines.append(f"| {f'`{words}`' if words else 'centre'} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -293,7 +362,10 @@ def draw(curves, path):
     for axis, (task, column) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         for arm, colour in COLOURS.items():
             if mine := of(curves, task, arm):
-                x = [statistics.mean(points) for points in zip(*[[p[column] for p in c] for c in mine], strict=True)]
+                x = [
+                    statistics.mean(points)
+                    for points in zip(*[[p[column] for p in c] for c in mine], strict=True)
+                ]
                 y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
                 axis.plot(x, list(map(statistics.mean, y)), color=colour, label=arm)
                 axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.12)
@@ -305,7 +377,9 @@ def draw(curves, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tune", action="store_true", help="TRL on the tuning seeds")
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--tasks", nargs="*", default=list(BUDGET), choices=list(BUDGET))
@@ -319,7 +393,12 @@ def main():
     for task in options.tasks if not options.tables else ():
         best[task, TRL] = search(task, tuning, measure)[1]
         print(f"{task}, {TRL}: {best[task, TRL]}", flush=True)
-    jobs = [(task, arm, best.get((task, arm)), seed) for task in options.tasks for seed in SEEDS for arm in ARMS]
+    jobs = [
+        (task, arm, best.get((task, arm)), seed)
+        for task in options.tasks
+        for seed in SEEDS
+        for arm in ARMS
+    ]
     jobs = [] if options.tables or options.tune else [job for job in jobs if job not in done]
     for arm in ARMS if jobs else ():  # what a library does once in a process is nobody's cost
         run("default", arm, best.get(("default", arm), "{}"), 0, answers=512)

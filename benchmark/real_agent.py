@@ -22,7 +22,16 @@ import doors
 
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "real_agent.csv"
-COLUMNS = ["arm", "learning_rate", "seed", "rollouts", "unguided", "guided", "sampled", "cpu_seconds"]
+COLUMNS = [
+    "arm",
+    "learning_rate",
+    "seed",
+    "rollouts",
+    "unguided",
+    "guided",
+    "sampled",
+    "cpu_seconds",
+]
 FLAGS = "--num-families 6 --num-rooms 20 --max-turns 2 --max-turn-tokens 1 --temperature 0.7 --num-tasks 4"
 FLAGS += " --group-size 6 --update-epochs 1 --eval-size 48 --eval-every 3 --save-every 1000 --num-iterations 6"
 FLAGS += " --no-init-exp-before-training"
@@ -38,11 +47,27 @@ RATE, SEEDS = "3e-5", (1, 2, 3)
 def run(model, arm, seed):
     """One run of het_grpo.py -> rows for the CSV, one per evaluation"""
     with tempfile.TemporaryDirectory() as folder:
-        pool = [json.dumps(dict(topic=name, text=doors.played(name))) + "\n" for name in doors.PAIRS]
+        pool = [
+            json.dumps(dict(topic=name, text=doors.played(name))) + "\n" for name in doors.PAIRS
+        ]
         (Path(folder) / "pool.jsonl").write_text("".join(pool))
         command = [sys.executable, HERE.parent / "het_grpo.py", *FLAGS.split(), *ARMS[arm].split()]
-        command += ["--model-name", model, "--env", f"{HERE}/doors.py:Doors", "--experience-template", "{}\n\n"]
-        command += ["--experience-pool", f"{folder}/pool.jsonl", "--learning-rate", RATE, "--seed", seed]
+        command += [
+            "--model-name",
+            model,
+            "--env",
+            f"{HERE}/doors.py:Doors",
+            "--experience-template",
+            "{}\n\n",
+        ]
+        command += [
+            "--experience-pool",
+            f"{folder}/pool.jsonl",
+            "--learning-rate",
+            RATE,
+            "--seed",
+            seed,
+        ]
         command += ["--device", "cpu", "--run-dir", f"{folder}/run"]
         before = os.times()
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
@@ -70,7 +95,9 @@ def read():
 
 def table(done):
     """Markdown: greedy success on held-out tasks at the start and at the end, without and with advice"""
-    kinds = " | ".join(f"{kind} advice: start | end, by seed | mean" for kind in ("without", "with"))
+    kinds = " | ".join(
+        f"{kind} advice: start | end, by seed | mean" for kind in ("without", "with")
+    )
     lines = [f"| | {kinds} | rollouts | CPU s |", "|---" * 9 + "|"]
     for arm in ARMS:
         runs = [rows for (name, _), rows in sorted(done.items()) if name == arm]
@@ -86,7 +113,9 @@ def table(done):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="folder or hub name of a causal LM")
     parser.add_argument("--tables", action="store_true", help="no training")
     options = parser.parse_args()

@@ -28,19 +28,29 @@ sys.path.insert(0, str(HERE.parent))
 import ppo_v2
 
 SEEDS, TUNING_SEEDS, MORE_SEEDS = (1, 2, 3, 4, 5), (101, 102), (103, 104)
-FRESH = {"rarer": (6, 7, 8, 9, 10)}  # where settings of fewer tuning seeds had been looked at on SEEDS
+FRESH = {
+    "rarer": (6, 7, 8, 9, 10)
+}  # where settings of fewer tuning seeds had been looked at on SEEDS
 REPEATS = 8  # task long: the sorted digits, this many times over
 WRONG = 0.1  # task noisy: share of verdicts that are turned round
 TASKS = {  # options, and the accuracy whose cost is reported
     "default": (dict(), 0.9, "3-4 digits: one answer in ten is right at the start"),
     "rare": (dict(min_digits=5, max_digits=6), 0.9, "5-6 digits: one in a hundred"),
     "rarer": (dict(min_digits=7, max_digits=7, answers=12_800), 0.9, "7 digits: one in a thousand"),
-    "long": (dict(max_response_length=33, sft_steps=600, answers=2_560), 0.5, "3-4 digits, written eight times"),
+    "long": (
+        dict(max_response_length=33, sft_steps=600, answers=2_560),
+        0.5,
+        "3-4 digits, written eight times",
+    ),
     "noisy": (dict(), 0.9, "3-4 digits, one verdict in ten is wrong"),
 }
 REPLAY = dict(use_replay_buffer=True)
-GUIDE = REPLAY | dict(replay_advantages="all", replay_buffer_size=1000, replay_sample_size=32, priority_alpha=0.6)
-GUIDE |= dict(priority_beta=0.4, priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4)
+GUIDE = REPLAY | dict(
+    replay_advantages="all", replay_buffer_size=1000, replay_sample_size=32, priority_alpha=0.6
+)
+GUIDE |= dict(
+    priority_beta=0.4, priority_beta_increment=0.001, priority_age_tau=None, max_replay_reuse=4
+)
 ARMS = {  # name: options. `sft` and `mean_baseline` are not options of the script but patches below
     "plain PPO": {},
     "rejection sampling": dict(sft=True),
@@ -56,13 +66,27 @@ ARMS = {  # name: options. `sft` and `mean_baseline` are not options of the scri
 ONLY = {arm: ("rare",) for arm in list(ARMS)[3:]}  # arms that answer a question of one task alone
 ONLY |= {arm: ("default", "rare") for arm in ARMS if "guide" in arm}
 CRITICS = ["plain PPO", *[arm for arm in ARMS if "critic" in arm], "replay"]
-CHANGES = [{}, dict(batch_size=64), dict(batch_size=256), dict(learning_rate=2e-4), dict(learning_rate=1e-3)]
-CHANGES += [dict(update_epochs=4), dict(num_minibatches=2), dict(norm_adv=True)]  # one at a time, from the defaults
+CHANGES = [
+    {},
+    dict(batch_size=64),
+    dict(batch_size=256),
+    dict(learning_rate=2e-4),
+    dict(learning_rate=1e-3),
+]
+CHANGES += [
+    dict(update_epochs=4),
+    dict(num_minibatches=2),
+    dict(norm_adv=True),
+]  # one at a time, from the defaults
 GRIDS = {
     "plain PPO": CHANGES + [dict(update_epochs=1)],
     "rejection sampling": [dict(learning_rate=5e-4, steps=n) for n in (2, 4, 8)]
     + [dict(learning_rate=rate, steps=4) for rate in (2e-4, 1e-3)]
-    + [dict(learning_rate=2e-4, steps=8), dict(learning_rate=1e-3, steps=2), dict(learning_rate=1e-4, steps=8)]
+    + [
+        dict(learning_rate=2e-4, steps=8),
+        dict(learning_rate=1e-3, steps=2),
+        dict(learning_rate=1e-4, steps=8),
+    ]
     + [dict(learning_rate=2e-4, steps=4, batch_size=64)],
     "replay": CHANGES + [dict(replay_sample_size=128)],
 }
@@ -70,7 +94,9 @@ GRIDS = {
 
 def rejection_sampling(args, policy, train, evaluate, rollout, steps: int, size=64):
     """The simplest rival: keep what was right, imitate it. `steps` supervised steps of `size` answers an iteration."""
-    optimizer = torch.optim.AdamW(policy.lm.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.lm.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
     kept, curve, seconds = [], [(0, 0.0, evaluate())], 0.0
     names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask")
     for iteration in range(1, args.num_iterations + 1):
@@ -123,7 +149,9 @@ def prepare(module, task, mean_baseline=False):
 
         def make_task(args, tokenizer):
             train, held_out, verifier = plain_task(args, tokenizer)
-            train, held_out = ([(p, answer * REPEATS) for p, answer in pairs] for pairs in (train, held_out))
+            train, held_out = (
+                [(p, answer * REPEATS) for p, answer in pairs] for pairs in (train, held_out)
+            )
             return train, held_out, verifier
 
         module.make_task = make_task
@@ -152,16 +180,26 @@ def run(task, arm, setting, seed):
     """One training run -> [(answers, CPU seconds, accuracy), ...]"""
     torch.set_num_threads(1)
     flags = TASKS[task][0] | ARMS[arm] | setting
-    answers, sft, steps = flags.pop("answers", 5_120), flags.pop("sft", False), flags.pop("steps", 0)
+    answers, sft, steps = (
+        flags.pop("answers", 5_120),
+        flags.pop("sft", False),
+        flags.pop("steps", 0),
+    )
     batch_size = flags.get("batch_size", ppo_v2.Args.batch_size)
-    flags |= dict(num_iterations=answers // batch_size, eval_every=max(1, answers // 20 // batch_size))
+    flags |= dict(
+        num_iterations=answers // batch_size, eval_every=max(1, answers // 20 // batch_size)
+    )
     restore = prepare(ppo_v2, task, flags.pop("mean_baseline", False))
-    ppo_v2.time = types.SimpleNamespace(time=time.process_time)  # other load on the machine must not count
+    ppo_v2.time = types.SimpleNamespace(
+        time=time.process_time
+    )  # other load on the machine must not count
     ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
     stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            args = ppo_v2.Args(**flags, seed=seed, device="cpu", save_every=10**6, run_dir=f"{folder}/run")
+            args = ppo_v2.Args(
+                **flags, seed=seed, device="cpu", save_every=10**6, run_dir=f"{folder}/run"
+            )
             if sft:
                 torch.manual_seed(seed)
                 lm, tokenizer, eos_ids = ppo_v2.load_lm(args)
@@ -169,7 +207,9 @@ def run(task, arm, setting, seed):
                 ppo_v2.warm_start(lm, train, tokenizer, args)
                 policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
                 stream = random.Random(f"{seed}/0").sample(train, len(train))
-                evaluate = functools.partial(ppo_v2.evaluate, policy, held_out, tokenizer, scorer, args)
+                evaluate = functools.partial(
+                    ppo_v2.evaluate, policy, held_out, tokenizer, scorer, args
+                )
 
                 def rollout(pairs):
                     uniforms = torch.rand(len(pairs), args.max_response_length)
@@ -185,7 +225,14 @@ def run(task, arm, setting, seed):
     for row in rows:
         seconds += row.get("time/rollout", 0) + row.get("time/update", 0)
         if "eval/score" in row:
-            curve.append((row["global_step"], seconds, row["eval/score"], row.get("losses/explained_variance")))
+            curve.append(
+                (
+                    row["global_step"],
+                    seconds,
+                    row["eval/score"],
+                    row.get("losses/explained_variance"),
+                )
+            )
     return curve
 
 
@@ -217,7 +264,11 @@ def ranked_settings(tuning):
     order = [json.dumps(setting) for settings in GRIDS.values() for setting in settings]
 
     def rank(areas, setting):
-        return -len(areas[setting]), -round(statistics.mean(areas[setting]), 2), order.index(setting)
+        return (
+            -len(areas[setting]),
+            -round(statistics.mean(areas[setting]), 2),
+            order.index(setting),
+        )
 
     return {key: sorted(areas, key=functools.partial(rank, areas)) for key, areas in found.items()}
 
@@ -260,7 +311,9 @@ def table(task, curves):
             there = f"{sum(value is not None for value in spent[0])} of {len(mine)}"
             cost = f"{median_of(spent[0])} | {median_of(spent[1])} | {there}"
             setting = words(next(key[2] for key in curves if key[:2] == (task, arm)))
-            lines.append(f"| {arm} | {ends} | {short(statistics.mean(map(area, mine)))} | {cost} | {setting} |")
+            lines.append(
+                f"| {arm} | {ends} | {short(statistics.mean(map(area, mine)))} | {cost} | {setting} |"
+            )
     return "\n".join(lines)
 
 
@@ -273,7 +326,12 @@ def critic_table(curves):
         mine = [curves[key] for key in sorted(curves) if key[:2] == ("rare", arm)]
         if mine:
             ends = " ".join(short(curve[-1][2]) for curve in mine)
-            known = [point[3] for curve in mine for point in curve[len(curve) // 2 :] if point[3] is not None]
+            known = [
+                point[3]
+                for curve in mine
+                for point in curve[len(curve) // 2 :]
+                if point[3] is not None
+            ]
             explained = "–" if "no critic" in arm else f"{statistics.mean(known):+.2f}"
             cells = [ends, short(statistics.mean(map(area, mine))), explained]
             seconds = statistics.mean(curve[-1][1] for curve in mine)
@@ -318,16 +376,28 @@ def draw(curves, path):
         for arm in arms:
             mine = [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
             if mine:
-                x = [statistics.mean(points) for points in zip(*[[p[column] for p in c] for c in mine], strict=True)]
+                x = [
+                    statistics.mean(points)
+                    for points in zip(*[[p[column] for p in c] for c in mine], strict=True)
+                ]
                 y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
                 middle = list(map(statistics.mean, y))
                 axis.plot(x, middle, color=COLOURS[arm])
-                axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=COLOURS[arm], alpha=0.12)
+                axis.fill_between(
+                    x, list(map(min, y)), list(map(max, y)), color=COLOURS[arm], alpha=0.12
+                )
                 ends.append((middle[-1], x[-1], arm))
         height = 2.0
         for end, x, arm in sorted(ends, reverse=True):  # labels keep a distance from each other
             height = min(end, height - 0.07)
-            axis.text(x, height, " " + arm.replace(", ", "\n "), color=COLOURS[arm], fontsize=8, va="center")
+            axis.text(
+                x,
+                height,
+                " " + arm.replace(", ", "\n "),
+                color=COLOURS[arm],
+                fontsize=8,
+                va="center",
+            )
         axis.set(title=message, ylim=(0, 1.03), ylabel="accuracy, greedy, held-out")
         axis.set_xlabel("CPU seconds of sampling and updating" if column else "answers generated")
         axis.grid(alpha=0.3)
@@ -335,32 +405,51 @@ def draw(curves, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tune", action="store_true", help="all settings on the tuning seeds")
-    parser.add_argument("--more", action="store_true", help="7 digits: more tuning seeds for the best settings")
+    parser.add_argument(
+        "--more", action="store_true", help="7 digits: more tuning seeds for the best settings"
+    )
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     options = parser.parse_args()
     tuning_path, study_path = HERE / "replay_tuning.csv", HERE / "replay_study.csv"
     path = tuning_path if options.tune else study_path
-    best, ranked, done = best_settings(read(tuning_path)), ranked_settings(read(tuning_path)), read(path)
+    best, ranked, done = (
+        best_settings(read(tuning_path)),
+        ranked_settings(read(tuning_path)),
+        read(path),
+    )
     jobs = []
-    if options.more:  # where success is a matter of luck, two seeds mislead: the three best settings get more
+    if (
+        options.more
+    ):  # where success is a matter of luck, two seeds mislead: the three best settings get more
         path, done = tuning_path, read(tuning_path)
         arms = [arm for arm in options.arms if ("rarer", arm) in ranked]
         jobs = [
-            ("rarer", arm, setting, seed) for seed in MORE_SEEDS for arm in arms for setting in ranked["rarer", arm][:3]
+            ("rarer", arm, setting, seed)
+            for seed in MORE_SEEDS
+            for arm in arms
+            for setting in ranked["rarer", arm][:3]
         ]
     for task in options.tasks if not options.more else ():
         seeds = TUNING_SEEDS if options.tune else FRESH.get(task, SEEDS)
         for seed in seeds:
             for arm in options.arms:
                 if task in ONLY.get(arm, TASKS):
-                    kin = arm.split(",")[0] if arm in CRITICS else arm  # a critic changes, the rest stays
+                    kin = (
+                        arm.split(",")[0] if arm in CRITICS else arm
+                    )  # a critic changes, the rest stays
                     tuned = best.get((task, kin), "{}")  # others: the defaults
-                    settings = list(map(json.dumps, GRIDS.get(arm, []))) if options.tune else [tuned]
-                    if options.tune and task == "long":  # dear: the three best settings of the default task
+                    settings = (
+                        list(map(json.dumps, GRIDS.get(arm, []))) if options.tune else [tuned]
+                    )
+                    if (
+                        options.tune and task == "long"
+                    ):  # dear: the three best settings of the default task
                         settings = ranked["default", arm][:3] if settings else []
                     jobs += [(task, arm, setting, seed) for setting in settings]
     jobs = [] if options.tables else [job for job in jobs if job not in done]
@@ -370,7 +459,10 @@ def main():
         with open(path, "a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerows([COLUMNS] if new else [])
-            rows = [[point[0], *(round(x, 4) if x is not None else "" for x in point[1:])] for point in curve]
+            rows = [
+                [point[0], *(round(x, 4) if x is not None else "" for x in point[1:])]
+                for point in curve
+            ]
             writer.writerows([[task, arm, setting, seed, *row] for row in rows])
         done = f"{task}, {arm}, {setting}, seed {seed}: {curve[-1][2]:.3f}, {curve[-1][1]:.0f} s"
         print(f"[{i}/{len(jobs)}] {done}", flush=True)

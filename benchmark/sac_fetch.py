@@ -41,8 +41,12 @@ class ScaledFetch:
     def observe(self, raw):
         state, goal = raw["observation"], raw["desired_goal"]
         hand, block, middle = state[:3], state[3:6], [1.34, 0.75, 0.47]
-        places = np.concatenate([hand - middle, block - middle, goal - middle, block - hand, goal - block])
-        rest = np.concatenate([20 * state[9:11], state[11:14], 10 * state[14:25]])  # fingers, rotation, speeds
+        places = np.concatenate(
+            [hand - middle, block - middle, goal - middle, block - hand, goal - block]
+        )
+        rest = np.concatenate(
+            [20 * state[9:11], state[11:14], 10 * state[14:25]]
+        )  # fingers, rotation, speeds
         return {"state": np.clip(np.concatenate([10 * places, rest]), -5, 5).astype(np.float32)}
 
     def reset(self, seed=None):
@@ -81,7 +85,12 @@ def make_demos(args: Args, path: Path):
             obs, action = robot.obs, expert(getattr(robot.env, "env", robot.env))
             record = robot.step(action)
             done = bool(record["dones"])
-            row = dict(observations=obs, actions=action, next_observations=robot.obs, rewards=float(record["rewards"]))
+            row = dict(
+                observations=obs,
+                actions=action,
+                next_observations=robot.obs,
+                rewards=float(record["rewards"]),
+            )
             demos.append(row | dict(masks=float(record["masks"]), dones=done))
         wins += int(record["success_rate"])
     path.write_bytes(pickle.dumps(demos))
@@ -90,9 +99,14 @@ def make_demos(args: Args, path: Path):
 
 if __name__ == "__main__":
     own = f"{Path(__file__)}:ScaledFetch"
-    defaults = dict(env_id=own, max_steps=10_000, batch_size=128, training_starts=200, random_steps=0)
+    defaults = dict(
+        env_id=own, max_steps=10_000, batch_size=128, training_starts=200, random_steps=0
+    )
     defaults |= dict(bc_weight=0.5, gamma=0.97, lr=1e-3, tau=0.01, init_alpha=1e-3)
-    args = tyro.cli(Args, default=Args(**defaults | dict(eval_every=1_000, eval_episodes=20, report_episodes=50)))
+    args = tyro.cli(
+        Args,
+        default=Args(**defaults | dict(eval_every=1_000, eval_episodes=20, report_episodes=50)),
+    )
     with tempfile.TemporaryDirectory() as folder:
         demos = Path(folder) / "demos.pkl"
         make_demos(args, demos)
@@ -108,4 +122,6 @@ if __name__ == "__main__":
     name = f"sac_fetch_{'plain' if args.env_id == FETCH else 'state'}.csv"
     with open(Path(__file__).with_name(name), "w", newline="") as file:
         csv.writer(file).writerows([("global_step", "seconds", "success_rate"), *rows])
-    print(f"{name}: {metrics['eval/success_rate']:.2f} on {args.report_episodes} episodes after {seconds:.0f} s")
+    print(
+        f"{name}: {metrics['eval/success_rate']:.2f} on {args.report_episodes} episodes after {seconds:.0f} s"
+    )

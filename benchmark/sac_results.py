@@ -61,7 +61,14 @@ GRID = {  # arm -> what was tried: seed and flags
     ],
 }
 FIELDS = ("arm", "seed", "success_rate", "steps_to_success", "cpu_seconds", "command")
-CURVE_FIELDS = ("arm", "seed", "global_step", "success_rate", "steps_to_success", "intervention_rate")
+CURVE_FIELDS = (
+    "arm",
+    "seed",
+    "global_step",
+    "success_rate",
+    "steps_to_success",
+    "intervention_rate",
+)
 
 
 def read(path):
@@ -101,9 +108,20 @@ def run(arm: str, flags: str, results: Path):
     """One run of sac_hybrid.py; its row goes to `results`, its curve to CURVES unless it is a tuning run."""
     seed = int(flags.split()[1])
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / "sac_hybrid.py"), *flags.split(), "--run-dir", f"{folder}/run"]
+        command = [
+            sys.executable,
+            str(ROOT / "sac_hybrid.py"),
+            *flags.split(),
+            "--run-dir",
+            f"{folder}/run",
+        ]
         before = os.times()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        subprocess.run(
+            command,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         after = os.times()
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
     names = {name: f"eval/{name}" for name in ("success_rate", "steps_to_success")}
@@ -114,9 +132,15 @@ def run(arm: str, flags: str, results: Path):
     at = [dict(arm=arm, seed=seed, global_step=row["global_step"]) for row in curve]
     if results == RESULTS:
         append(CURVES, CURVE_FIELDS, [own | point for own, point in zip(at, points, strict=True)])
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    cpu = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     command = f"python sac_hybrid.py {flags}"
-    append(results, FIELDS, [dict(arm=arm, seed=seed, cpu_seconds=round(cpu), command=command) | result])
+    append(
+        results,
+        FIELDS,
+        [dict(arm=arm, seed=seed, cpu_seconds=round(cpu), command=command) | result],
+    )
     print(f"{arm}, {flags}: {result}, {cpu:.0f} CPU seconds", flush=True)
 
 
@@ -127,11 +151,16 @@ def table(rows, arms) -> str:
         own = [row for row in rows if row["arm"] == arm]
         if own:
             success, steps, cpu = (
-                np.array([row[k] for row in own]) for k in ("success_rate", "steps_to_success", "cpu_seconds")
+                np.array([row[k] for row in own])
+                for k in ("success_rate", "steps_to_success", "cpu_seconds")
             )
             spread = f"{success.mean():.3f} ({success.min():.2f} to {success.max():.2f})"
             steps = steps[np.isfinite(steps)]
-            pace = f"{steps.mean():.1f} ({steps.min():.1f} to {steps.max():.1f})" if len(steps) else "–"
+            pace = (
+                f"{steps.mean():.1f} ({steps.min():.1f} to {steps.max():.1f})"
+                if len(steps)
+                else "–"
+            )
             took = "–" if np.isnan(cpu).any() else f"{cpu.mean():.0f}"
             lines.append(f"| {arm} | {spread} | {pace} | {len(own)} | {took} |")
     return "\n".join(lines)
@@ -142,7 +171,9 @@ def grid(rows) -> str:
     lines = ["| arm | setting | success | steps to success |", "|---|---|---|---|"]
     for row in rows:
         flags = row["command"].removeprefix("python sac_hybrid.py --seed ")
-        lines.append(f"| {row['arm']} | `{flags}` | {row['success_rate']:.2f} | {row['steps_to_success']:.1f} |")
+        lines.append(
+            f"| {row['arm']} | `{flags}` | {row['success_rate']:.2f} | {row['steps_to_success']:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -156,7 +187,9 @@ def plot():
     keys = {"success_rate": "success of the frozen policy", "steps_to_success": "steps to success"}
     keys["intervention_rate"] = "share of steps by the human"
     styles = {"demos + interventions": "C0", "demos only": "C2", "HG-DAgger": "C3", "cloning": "C7"}
-    styles = {arm: colour for arm, colour in styles.items() if any(row["arm"] == arm for row in curves)}
+    styles = {
+        arm: colour for arm, colour in styles.items() if any(row["arm"] == arm for row in curves)
+    }
     for axis, (key, title) in zip(axes, keys.items(), strict=True):
         for arm, colour in styles.items():
             own = [row for row in curves if row["arm"] == arm]
@@ -165,30 +198,44 @@ def plot():
             values = [[v for v in at if np.isfinite(v)] or [np.nan] for at in values]
             label = f"SAC, {arm}" if arm.startswith("demos") else arm
             axis.plot(steps, [np.mean(at) for at in values], ".-", color=colour, label=label)
-            axis.fill_between(steps, [min(at) for at in values], [max(at) for at in values], color=colour, alpha=0.12)
+            axis.fill_between(
+                steps,
+                [min(at) for at in values],
+                [max(at) for at in values],
+                color=colour,
+                alpha=0.12,
+            )
         human = [row[key] for row in rows if row["arm"] == "human" and key in row]
         if human:
-            axis.axhline(np.mean(human), color="black", linestyle="--", label="the human who teaches")
+            axis.axhline(
+                np.mean(human), color="black", linestyle="--", label="the human who teaches"
+            )
         axis.set(title=title, xlabel="environment steps")
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)
     axes[2].legend(*axes[0].get_legend_handles_labels(), loc="upper right")
     arms = ("demos + interventions", "human")
-    robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
+    robot, human = (
+        np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms
+    )
     pace = f"{robot:.1f} steps against {human:.1f}"
     figure.suptitle(f"The robot ends faster than its teacher, {pace}; imitation does not")
     FigureCanvasAgg(figure).print_png(ROOT / "docs" / "sac_ablation.png")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arms", nargs="+", default=[*ARMS, *MODES], choices=[*ARMS, *MODES])
     parser.add_argument("--seeds", nargs="+", type=int, default=[31, 32, 33, 34, 35])
     for flag in ("--tune", "--table", "--plot"):
         parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     if args.table:
-        print(table(read(RESULTS), ARMS), table(read(RESULTS), MODES), grid(read(TUNING)), sep="\n\n")
+        print(
+            table(read(RESULTS), ARMS), table(read(RESULTS), MODES), grid(read(TUNING)), sep="\n\n"
+        )
     elif args.plot:
         plot()
     elif args.tune:

@@ -30,10 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sac_hybrid
 import wsrl_warmup
 
-PATH, COLUMNS = Path(__file__).with_suffix(".csv"), ["round", "width", "layer_norm", "script", "updates_per_second"]
+PATH, COLUMNS = (
+    Path(__file__).with_suffix(".csv"),
+    ["round", "width", "layer_norm", "script", "updates_per_second"],
+)
 OBS, ACTIONS, BATCH, UPDATES, ROUNDS, WIDTHS = 17, 6, 256, 10, 21, (256, 64)
 SB3, FLOOR = "stable-baselines3", "matrix products alone"
-SCRIPTS = (SB3, "SBX", "sac_hybrid.py", "sac_hybrid.py, every second critic-only", "wsrl_warmup.py", FLOOR)
+SCRIPTS = (
+    SB3,
+    "SBX",
+    "sac_hybrid.py",
+    "sac_hybrid.py, every second critic-only",
+    "wsrl_warmup.py",
+    FLOOR,
+)
 
 
 class Blank(gym.Env):
@@ -52,7 +62,10 @@ def floor(width):
 
     def layers(critics, in_dim, out_dim):
         shapes = [(in_dim, width), (width, width), (width, out_dim)]
-        return [[torch.randn(critics, *size) for size in ((BATCH, m), (m, n), (BATCH, n))] for m, n in shapes]
+        return [
+            [torch.randn(critics, *size) for size in ((BATCH, m), (m, n), (BATCH, n))]
+            for m, n in shapes
+        ]
 
     actor, critic = layers(1, OBS, 2 * ACTIONS), layers(2, OBS + ACTIONS, 1)
 
@@ -69,7 +82,11 @@ def floor(width):
 
     def run():
         for _ in range(UPDATES):
-            for net in (actor, critic, critic):  # the next action, its target, the value of this one
+            for net in (
+                actor,
+                critic,
+                critic,
+            ):  # the next action, its target, the value of this one
                 forward(net)
             gradients(critic)
             for net in (actor, critic):  # what the policy would do now, and what it is worth
@@ -89,11 +106,18 @@ def sides(width):
     peers, rng = {}, np.random.default_rng(0)
     for name, layer_norm in ((SB3, 0), ("SBX", 0), ("SBX", 1)):
         options = dict(batch_size=BATCH, buffer_size=10_000, device="cpu", seed=0)
-        options["policy_kwargs"] = dict(net_arch=[width, width]) | (dict(layer_norm=True) if layer_norm else {})
+        options["policy_kwargs"] = dict(net_arch=[width, width]) | (
+            dict(layer_norm=True) if layer_norm else {}
+        )
         peer = (stable_baselines3 if name == SB3 else sbx).SAC("MlpPolicy", Blank(), **options)
         peer.set_logger(configure(format_strings=[]))
         peers[name, layer_norm] = peer
-    hybrid = dict(env_id="Blank-v0", setup_mode="single-arm-fixed-gripper", batch_size=BATCH, backup_entropy=True)
+    hybrid = dict(
+        env_id="Blank-v0",
+        setup_mode="single-arm-fixed-gripper",
+        batch_size=BATCH,
+        backup_entropy=True,
+    )
     hybrid["hidden_size"] = width
     robot = sac_hybrid.Robot(sac_hybrid.Args(**hybrid), human=False)
     online_rb = sac_hybrid.FrameBuffer(20_001, robot.record)
@@ -105,8 +129,14 @@ def sides(width):
         obs, next_obs = rng.normal(size=(2, OBS)).astype(np.float32)
         action, reward = rng.uniform(-1, 1, ACTIONS).astype(np.float32), float(rng.normal())
         for peer in peers.values():
-            peer.replay_buffer.add(obs[None], next_obs[None], action[None], np.array([reward]), np.array([False]), [{}])
-        record["obs"]["state"], record["next_obs"]["state"], record["actions"] = obs, next_obs, action
+            peer.replay_buffer.add(
+                obs[None], next_obs[None], action[None], np.array([reward]), np.array([False]), [{}]
+            )
+        record["obs"]["state"], record["next_obs"]["state"], record["actions"] = (
+            obs,
+            next_obs,
+            action,
+        )
         record["rewards"], record["masks"] = reward, 1.0
         online_rb.insert(record)
         row["obs"], row["next_obs"], row["actions"], row["rewards"] = obs, next_obs, action, reward
@@ -117,13 +147,17 @@ def sides(width):
 
         def run():
             for i in range(UPDATES):
-                batch = sac_hybrid.sample_batch(args, online_rb, demo_rb, robot.layout, agent.updates, "cpu")
+                batch = sac_hybrid.sample_batch(
+                    args, online_rb, demo_rb, robot.layout, agent.updates, "cpu"
+                )
                 agent.update(batch, full=(i + 1) % cta_ratio == 0)
 
         return run
 
     def warm_up(layer_norm):
-        options = dict(preset="scratch", hidden_size=width, layer_norm=bool(layer_norm), backup_entropy=True)
+        options = dict(
+            preset="scratch", hidden_size=width, layer_norm=bool(layer_norm), backup_entropy=True
+        )
         args = wsrl_warmup.Args(**options, batch_size=BATCH, device="cpu")
         agent = wsrl_warmup.WarmupAgent(args, np.ones(ACTIONS), np.zeros(OBS), np.ones(OBS))
         rb = wsrl_warmup.PrioritizedReplayBuffer(len(rows), rows.dtype, 0.0, rows)
@@ -131,7 +165,9 @@ def sides(width):
         def run():
             for _ in range(UPDATES):
                 draw = np.random.default_rng([0, agent.updates])
-                batch, ((_, inds, place),) = wsrl_warmup.sample_mixed(args, (rb, None), (BATCH, 0), 1.0, draw, "cpu")
+                batch, ((_, inds, place),) = wsrl_warmup.sample_mixed(
+                    args, (rb, None), (BATCH, 0), 1.0, draw, "cpu"
+                )
                 rb.update_priorities(inds, agent.update(batch)["td_errors"].numpy()[place])
 
         return run
@@ -146,7 +182,9 @@ def sides(width):
 
 def measure():
     torch.set_num_threads(1)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # glibc's: other C libraries have none
+    mallopt = getattr(
+        ctypes.CDLL(None), "mallopt", lambda *_: None
+    )  # glibc's: other C libraries have none
     mallopt(-3, 2**28)  # M_MMAP_THRESHOLD: freed blocks are kept, for all: it is the same process
     mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
     gym.register("Blank-v0", Blank)
@@ -158,7 +196,15 @@ def measure():
                 start = time.process_time()
                 run()
                 if i:  # the first round warms up, and compiles
-                    rows.append((i, width, layer_norm, name, round(UPDATES / (time.process_time() - start), 2)))
+                    rows.append(
+                        (
+                            i,
+                            width,
+                            layer_norm,
+                            name,
+                            round(UPDATES / (time.process_time() - start), 2),
+                        )
+                    )
     with open(PATH, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
 
@@ -184,13 +230,17 @@ def table(rows):
         row = []
         for key in columns:
             own = rates(rows, name, *key)
-            row.append(f"{statistics.median(own):.0f} ({times(rows, name, *key):.2f})" if own else "–")
+            row.append(
+                f"{statistics.median(own):.0f} ({times(rows, name, *key):.2f})" if own else "–"
+            )
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="no measuring")
     if not parser.parse_args().table:
         measure()

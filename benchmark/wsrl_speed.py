@@ -47,7 +47,11 @@ def draw(size):
 def update(preset):
     args = Args(preset=preset, hidden_size=256, device="cpu")
     rows = np.zeros(10_000, dtype(17, 6))
-    rows["obs"], rows["weights"], rows["masks"] = np.random.default_rng(0).normal(size=(10_000, 17)), 1, 1
+    rows["obs"], rows["weights"], rows["masks"] = (
+        np.random.default_rng(0).normal(size=(10_000, 17)),
+        1,
+        1,
+    )
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     agent = WarmupAgent(args, np.ones(6), np.zeros(17), np.ones(17))
     rb = PrioritizedReplayBuffer(10_000, rows.dtype, alpha, rows)
@@ -65,7 +69,10 @@ if __name__ == "__main__":
         (f"PER: draw 256 of {size} rows, give back their errors", median_ms(draw(size), 40))
         for size in (10**4, 10**5, 10**6)
     ]
-    found += [(f"warm-up update, {preset}", median_ms(update(preset), 15)) for preset in ("design", "bc", "wsrl")]
+    found += [
+        (f"warm-up update, {preset}", median_ms(update(preset), 15))
+        for preset in ("design", "bc", "wsrl")
+    ]
     with open(Path(__file__).with_suffix(".csv"), "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([("what", "cpu_ms"), *found])
     for what, cost in found:

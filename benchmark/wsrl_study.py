@@ -26,9 +26,21 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 PATH, TUNING, SWITCH = (HERE / f"wsrl_{name}.csv" for name in ("study", "tuning", "switch"))
-COLUMNS = ["task", "arm", "seed", "env_steps", "return", "data_return", "kept_bytes", "cpu_seconds", "lr"]
+COLUMNS = [
+    "task",
+    "arm",
+    "seed",
+    "env_steps",
+    "return",
+    "data_return",
+    "kept_bytes",
+    "cpu_seconds",
+    "lr",
+]
 SEEDS, TUNING_SEEDS, GRID = (1, 2, 3, 4, 5), (101,), (3e-4, 1e-3, 3e-3)
-COMMON = dict(env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250)
+COMMON = dict(
+    env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250
+)
 TASKS = {
     "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
     "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
@@ -38,7 +50,12 @@ TASKS = {
 # two evaluations in a row must reach this; the scripts have -110 on these episodes and -5.8
 EXPERT = {"no demos": -130.0, "one demo": -130.0, "Reacher": -7.0}
 SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
-PLAIN = dict(use_prioritized_replay=False, weighted_loss="none", retention_ratio=1.0, initial_offline_ratio=0.5)
+PLAIN = dict(
+    use_prioritized_replay=False,
+    weighted_loss="none",
+    retention_ratio=1.0,
+    initial_offline_ratio=0.5,
+)
 ARMS = {
     "scratch": dict(preset="scratch", offline_steps=0),
     "rlpd": dict(preset="rlpd", offline_steps=0) | SAME,
@@ -65,7 +82,10 @@ def reach(obs):
 
     cos1, cos2, sin1, sin2, _, _, *speed, x, y = obs  # x, y: from target to fingertip
     cos, sin = cos1 * cos2 - sin1 * sin2, sin1 * cos2 + cos1 * sin2
-    torque = [-0.1 * (sin1 * x - cos1 * y) - 0.11 * (sin * x - cos * y), -0.11 * (sin * x - cos * y)]
+    torque = [
+        -0.1 * (sin1 * x - cos1 * y) - 0.11 * (sin * x - cos * y),
+        -0.11 * (sin * x - cos * y),
+    ]
     return np.clip(-20 * np.array(torque) - 0.05 * np.array(speed), -1, 1)
 
 
@@ -79,7 +99,9 @@ def make_data(folder, task, seed):
         if not (folder / f"{name}.npz").exists():
             folder.mkdir(parents=True, exist_ok=True)
             env, rng = wsrl_warmup.make_env("Reacher-v5"), np.random.default_rng([seed, i])
-            np.savez(folder / f"{name}.npz", **wsrl_warmup.make_source(env, reach, name, 4_000, rng))
+            np.savez(
+                folder / f"{name}.npz", **wsrl_warmup.make_source(env, reach, name, 4_000, rng)
+            )
 
 
 def run(task, arm, seed, lr):
@@ -89,7 +111,9 @@ def run(task, arm, seed, lr):
     folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_")
     make_data(folder / str(seed), task, seed)
     options = COMMON | TASKS[task] | dict(seed=seed, data_dir=str(folder / str(seed)), lr=lr)
-    start = time.process_time()  # CPU seconds of this process: other load on the machine must not count
+    start = (
+        time.process_time()
+    )  # CPU seconds of this process: other load on the machine must not count
     with tempfile.TemporaryDirectory() as target, contextlib.redirect_stdout(io.StringIO()) as out:
         options |= (ARMS | PARTS)[arm] | dict(run_dir=f"{target}/run")
         wsrl_warmup.main(wsrl_warmup.Args(**options))
@@ -100,11 +124,15 @@ def run(task, arm, seed, lr):
     rows = [row for row in rows if "eval/episodic_return" in row]
     if rows[-1]["charts/env_steps"] < 2_000:
         sys.exit("the run was stopped")  # it is not a result
-    first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)  # the policy that goes online
+    first = max(
+        i for i, row in enumerate(rows) if row["charts/env_steps"] == 0
+    )  # the policy that goes online
     found = []
     for row in rows[first:]:
         point = (row["charts/env_steps"], round(row["eval/episodic_return"], 2))
-        found.append([task, arm, seed, *point, best, row.get("buffer/offline_bytes", 0), seconds, lr])
+        found.append(
+            [task, arm, seed, *point, best, row.get("buffer/offline_bytes", 0), seconds, lr]
+        )
     return found
 
 
@@ -131,7 +159,10 @@ def tuned(task, arm):
     found = {lr: [runs.get((task, arm, seed, lr)) for seed in TUNING_SEEDS] for lr in GRID}
     if not all(all(curves) for curves in found.values()):
         return {}
-    return {lr: statistics.mean(x for curve in curves for x in curve.values()) for lr, curves in found.items()}
+    return {
+        lr: statistics.mean(x for curve in curves for x in curve.values())
+        for lr, curves in found.items()
+    }
 
 
 def rate(task, arm):
@@ -160,9 +191,14 @@ def table(task, arms=ARMS):
     for arm in arms:
         if mine := of(task, arm):
             points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
-            points.append([statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine])
+            points.append(
+                [statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine]
+            )
             digits = 1 if task == "Reacher" else 0
-            cells = [f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f})" for values in points]
+            cells = [
+                f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f})"
+                for values in points
+            ]
             lost = statistics.mean(max(0, curve[0] - min(curve.values())) for curve in mine)
             reached = sorted(steps_to(curve, EXPERT[task]) for curve in mine)
             median, done = reached[len(reached) // 2], sum(x < float("inf") for x in reached)
@@ -175,10 +211,15 @@ def table(task, arms=ARMS):
 
 def tuning_table(task):
     """Markdown: what the tuning seed gave at each rate"""
-    lines = ["| arm, at the rate | " + " | ".join(f"{lr:g}" for lr in GRID) + " |", "|---" * (1 + len(GRID)) + "|"]
+    lines = [
+        "| arm, at the rate | " + " | ".join(f"{lr:g}" for lr in GRID) + " |",
+        "|---" * (1 + len(GRID)) + "|",
+    ]
     for arm in ARMS:
         scores, best, digits = tuned(task, arm), rate(task, arm), 1 if task == "Reacher" else 0
-        cells = [f"**{x:.{digits}f}**" if lr == best else f"{x:.{digits}f}" for lr, x in scores.items()]
+        cells = [
+            f"**{x:.{digits}f}**" if lr == best else f"{x:.{digits}f}" for lr, x in scores.items()
+        ]
         lines.append(f"| {arm} | {' | '.join(cells)} |".replace("-", "−"))
     return "\n".join(lines)
 
@@ -205,24 +246,35 @@ def switch(arm, seed):
         return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
 
     data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
-    options = COMMON | dict(env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random"))
+    options = COMMON | dict(
+        env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random")
+    )
     options |= dict(batch_size=128, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
     wsrl_warmup.evaluate_policy = evaluate
     try:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            wsrl_warmup.main(wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data)))
+            wsrl_warmup.main(
+                wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data))
+            )
             rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
     finally:
         wsrl_warmup.evaluate_policy = judge
     rows = [row for row in rows if "eval/critic_return" in row]
-    scores = [[round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")] for row in rows]
-    return [[arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)]
+    scores = [
+        [round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")]
+        for row in rows
+    ]
+    return [
+        [arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)
+    ]
 
 
 def switch_means(arm, name):
     """At 0, 100, 200, 300 online steps, over the seeds; and how many these are"""
     mine = [row for row in csv.DictReader(open(SWITCH)) if row["arm"] == arm]
-    points = [[float(row[name]) for row in mine if row["env_steps"] == str(t)] for t in (0, 100, 200, 300)]
+    points = [
+        [float(row[name]) for row in mine if row["env_steps"] == str(t)] for t in (0, 100, 200, 300)
+    ]
     return [statistics.mean(values) for values in points], len(points[0])
 
 
@@ -248,8 +300,14 @@ def plot(path):
                 means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
                 width = 2.8 if arm == "design" else 1.3
                 axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
-        axis.axhline(EXPERT[task], color="gray", linewidth=0.8, linestyle="--", label="expert's level")
-        ticks = [-60, -40, -20, -10, -7, -5] if task == "Reacher" else [-1500, -1000, -500, -300, -200, -150, -120]
+        axis.axhline(
+            EXPERT[task], color="gray", linewidth=0.8, linestyle="--", label="expert's level"
+        )
+        ticks = (
+            [-60, -40, -20, -10, -7, -5]
+            if task == "Reacher"
+            else [-1500, -1000, -500, -300, -200, -150, -120]
+        )
         axis.set_yscale("symlog", linthresh=-ticks[-1])
         axis.set_ylim(1.15 * ticks[0], 0.8 * ticks[-1])
         axis.set_yticks(ticks, [str(tick) for tick in ticks])
@@ -258,9 +316,20 @@ def plot(path):
         axis.set_ylabel("return of the frozen policy, mean of the seeds")
         axis.legend(fontsize=7)
     for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
-        for name, style, what in (("return", ".-", "policy"), ("critic_return", ".:", "critic's best action")):
-            axes[3].plot((0, 100, 200, 300), switch_means(arm, name)[0], style, color=color, label=f"{arm}: {what}")
-    axes[3].set(title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds")
+        for name, style, what in (
+            ("return", ".-", "policy"),
+            ("critic_return", ".:", "critic's best action"),
+        ):
+            axes[3].plot(
+                (0, 100, 200, 300),
+                switch_means(arm, name)[0],
+                style,
+                color=color,
+                label=f"{arm}: {what}",
+            )
+    axes[3].set(
+        title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds"
+    )
     axes[3].set_xlabel("online environment steps after the warm-up")
     axes[3].legend(fontsize=7, loc="center left")
     for axis in figure.axes:
@@ -269,7 +338,9 @@ def plot(path):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--task", choices=list(TASKS), help="one of the tasks")
     parser.add_argument("--arms", nargs="*", default=list(ARMS | PARTS), help="these arms only")
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
@@ -284,20 +355,29 @@ if __name__ == "__main__":
     if options.table:
         jobs, path = [], PATH
     elif options.switch:
-        have = {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))} if SWITCH.exists() else set()
+        have = (
+            {(row["arm"], int(row["seed"])) for row in csv.DictReader(open(SWITCH))}
+            if SWITCH.exists()
+            else set()
+        )
         for arm, seed in [(a, s) for s in options.seeds for a in SWITCH_ARMS if (a, s) not in have]:
             append(SWITCH, SWITCH_COLUMNS, switch(arm, seed))
         jobs, path = [], PATH
     elif options.tune:
         pairs = [(task, arm) for task, arm in pairs if task != "one demo" and arm not in PARTS]
-        jobs, path = [(*pair, seed, lr) for seed in TUNING_SEEDS for pair in pairs for lr in GRID], TUNING
+        jobs, path = (
+            [(*pair, seed, lr) for seed in TUNING_SEEDS for pair in pairs for lr in GRID],
+            TUNING,
+        )
     else:
         jobs, path = [(*pair, seed, rate(*pair)) for seed in options.seeds for pair in pairs], PATH
     done = read(path)
     for job in [job for job in jobs if job not in done]:
         rows = run(*job)
         append(path, COLUMNS, rows)
-        print(f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True)
+        print(
+            f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True
+        )
     for task in TASKS:
         print(f"\n{task}\n{table(task)}")
     for task in ("no demos", "Reacher"):

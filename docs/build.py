@@ -34,10 +34,15 @@ CONTEXT = 3  # unchanged lines around a change
 PROOFS = {  # marker -> tests, file::function
     "v1: checkpoint": ["test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped"],
     "v1: schedule": ["test_v1.py::test_learning_rate_schedule"],
-    "v1: accumulate": ["test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch"],
+    "v1: accumulate": [
+        "test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch"
+    ],
     "v1: memory": ["test_math.py::test_token_logprobs_in_chunks_equal_the_whole_gradient_included"],
     "v1: best": ["test_v1.py::test_best_and_final_folders_score_what_was_logged"],
-    "v1: kl": ["test_math.py::test_adaptive_kl_by_hand", "test_v1.py::test_target_kl_stops_the_epochs"],
+    "v1: kl": [
+        "test_math.py::test_adaptive_kl_by_hand",
+        "test_v1.py::test_target_kl_stops_the_epochs",
+    ],
     "v1: clip": ["test_math.py::test_dual_clip_and_clip_higher"],
     "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
     "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
@@ -70,13 +75,19 @@ class Block(NamedTuple):
 
 def blocks(source: str) -> list[Block]:
     lines, found = source.splitlines(), []
-    banners = [(i, match[1]) for i, line in enumerate(lines) if (match := re.fullmatch(r"# --- (.+) ---", line))]
+    banners = [
+        (i, match[1])
+        for i, line in enumerate(lines)
+        if (match := re.fullmatch(r"# --- (.+) ---", line))
+    ]
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             start = first = min(n.lineno for n in [node, *node.decorator_list]) - 1
             while lines[first - 1].startswith("#") and not lines[first - 1].startswith("# ---"):
                 first -= 1
-            section = ([name for i, name in banners if i < first] or [SECTIONS[0]])[-1].replace(" ", "_")
+            section = ([name for i, name in banners if i < first] or [SECTIONS[0]])[-1].replace(
+                " ", "_"
+            )
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
             text = "\n".join(lines[start : node.end_lineno])
             found.append(Block(node.name, section, first, node.end_lineno, summary, text))
@@ -85,7 +96,9 @@ def blocks(source: str) -> list[Block]:
 
 def read_markers(source: str) -> dict[str, str]:
     """`v2: buffer` -> what the docstring says about it."""
-    found = re.findall(r"^    (v\d: \w+) +- (.*(?:\n {12,}.*)*)", ast.get_docstring(ast.parse(source)), re.M)
+    found = re.findall(
+        r"^    (v\d: \w+) +- (.*(?:\n {12,}.*)*)", ast.get_docstring(ast.parse(source)), re.M
+    )
     return {marker: re.sub(r"\s+", " ", text) for marker, text in found}
 
 
@@ -103,12 +116,23 @@ def opcodes(a: list[str], b: list[str]) -> list[list]:
     ops = [list(op) for op in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()]
     for before, op, after in zip(ops, ops[1:], ops[2:], strict=False):
         while op[0] == "insert" and b[op[3]] == b[op[4]] == "":
-            for edge, index in ((before, 2), (before, 4), (op, 1), (op, 2), (op, 3), (op, 4), (after, 1), (after, 3)):
+            for edge, index in (
+                (before, 2),
+                (before, 4),
+                (op, 1),
+                (op, 2),
+                (op, 3),
+                (op, 4),
+                (after, 1),
+                (after, 3),
+            ):
                 edge[index] += 1
     return ops
 
 
-def compare(a: list[str], b: list[str], markers: dict[str, str]) -> tuple[list[tuple], list[Change]]:
+def compare(
+    a: list[str], b: list[str], markers: dict[str, str]
+) -> tuple[list[tuple], list[Change]]:
     """-> rows of the diff: (sign, line of a or b), and its changes; new functions count as one change each"""
     starts = {i for i in range(1, len(b)) if b[i][:1].strip() and not b[i - 1]}
     diff, changes = [], []
@@ -122,15 +146,27 @@ def compare(a: list[str], b: list[str], markers: dict[str, str]) -> tuple[list[t
         for start, end in zip(cuts, cuts[1:], strict=False):
             diff += [("+", i) for i in range(start, end)]
             names = re.findall(r"# (?:[^#\n]*; )?(v\d): ([\w, ]+)", "\n".join(b[start:end]))
-            found = [f"{version}: {name.strip()}" for version, words in names for name in words.split(",")]
+            found = [
+                f"{version}: {name.strip()}"
+                for version, words in names
+                for name in words.split(",")
+            ]
             found = [name for name in dict.fromkeys(found) if name in markers]
             if not found and start > b0:  # goes on with what the function above belongs to
                 found = changes[-1].markers
             changes.append(Change(start, end, range(top, len(diff)), found))
             top = len(diff)
-    for i, change in enumerate(changes):  # a line without a marker belongs to the marked change next to it
-        near = [x for x in changes[max(i - 1, 0) : i + 2] if max(x.b0 - change.b1, change.b0 - x.b1) <= 2 * CONTEXT]
-        changes[i] = change._replace(markers=change.markers or [m for x in near for m in x.markers][:1])
+    for i, change in enumerate(
+        changes
+    ):  # a line without a marker belongs to the marked change next to it
+        near = [
+            x
+            for x in changes[max(i - 1, 0) : i + 2]
+            if max(x.b0 - change.b1, change.b0 - x.b1) <= 2 * CONTEXT
+        ]
+        changes[i] = change._replace(
+            markers=change.markers or [m for x in near for m in x.markers][:1]
+        )
     return diff, changes
 
 
@@ -142,7 +178,11 @@ def link_lines(page: Path) -> str:
     for script in scripts.get(page.stem, (f"{page.stem}.py",)):
         for node in ast.parse((ROOT / script).read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                methods = [(f"{node.name}.{x.name}", x) for x in node.body if isinstance(x, ast.FunctionDef)]
+                methods = [
+                    (f"{node.name}.{x.name}", x)
+                    for x in node.body
+                    if isinstance(x, ast.FunctionDef)
+                ]
                 for name, inner in [(node.name, node), *methods]:
                     where[name] = f"../{script}#L{inner.lineno}"
     text, title, details = page.read_text().partition("\n## Implementation details\n")
@@ -160,18 +200,25 @@ def link_lines(page: Path) -> str:
 def colour(source: str) -> list[str]:
     """Lines of Python as HTML; plain names, operators and spaces go without a span, which halves the page."""
     text = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
-    return re.sub(r'<span class="[nopw]">([^<]*)</span>', r"\1", text).split("\n")[: len(source.splitlines())]
+    return re.sub(r'<span class="[nopw]">([^<]*)</span>', r"\1", text).split("\n")[
+        : len(source.splitlines())
+    ]
 
 
 def with_links(text: str) -> str:
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text[:1].upper() + text[1:]))
-    return re.sub(r"arXiv:(\d{4}\.\d{5}(?:v\d)?)", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', text)
+    return re.sub(
+        r"arXiv:(\d{4}\.\d{5}(?:v\d)?)", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', text
+    )
 
 
 def code(rows: list[tuple[str, int | str, str]]) -> str:
     """Rows of (sign, line number, HTML)."""
     kinds = {"+": "add", "-": "gone", " ": ""}
-    lines = [f'<span class="line {kinds[sign]}"><s>{number}</s>{text or " "}</span>' for sign, number, text in rows]
+    lines = [
+        f'<span class="line {kinds[sign]}"><s>{number}</s>{text or " "}</span>'
+        for sign, number, text in rows
+    ]
     return f"<pre>{''.join(lines)}</pre>"
 
 
@@ -189,19 +236,31 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
     markers, places, left, right = read_markers(new), blocks(new), colour(old), colour(new)
     new_lines = new.splitlines()
     diff, changes = compare(old.splitlines(), new_lines, markers)
-    top = max(node.end_lineno for node in ast.parse(new).body if isinstance(node, ast.Import | ast.ImportFrom))
+    top = max(
+        node.end_lineno
+        for node in ast.parse(new).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    )
     added, removed = (sum(sign == kind for sign, _ in diff) for kind in "+-")
     share = 100 * (1 - removed / len(left))
     parts = [f"<p>+{added} −{removed} lines; {share:.0f} % of <code>{parent}</code> is kept.</p>"]
 
     def place(change):
-        return next((x for x in reversed(places) if x.first <= change.b0), Block("constants", "args", 0, 0, "", ""))
+        return next(
+            (x for x in reversed(places) if x.first <= change.b0),
+            Block("constants", "args", 0, 0, "", ""),
+        )
 
-    rows = [(sign, "" if sign == "-" else i + 1, (left if sign == "-" else right)[i]) for sign, i in diff]
+    rows = [
+        (sign, "" if sign == "-" else i + 1, (left if sign == "-" else right)[i])
+        for sign, i in diff
+    ]
 
     def show(chosen):
         pieces = []
-        for change in chosen:  # with unchanged lines around it, but for new functions; neighbours are shown together
+        for change in (
+            chosen
+        ):  # with unchanged lines around it, but for new functions; neighbours are shown together
             start, end = change.rows[0], change.rows[-1] + 1
             inside, goes_on = new_lines[change.b0].startswith(" "), new_lines[change.b1 - 1]
             for _ in range(CONTEXT):
@@ -218,11 +277,15 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
                 start += 1
             while not rows[end - 1][2]:
                 end -= 1
-            where = f'<a href="{source_url}/{child}#L{change.b0 + 1}">{name}, line {change.b0 + 1}</a>'
+            where = (
+                f'<a href="{source_url}/{child}#L{change.b0 + 1}">{name}, line {change.b0 + 1}</a>'
+            )
             shown += f"<p class=where>{where}</p>{code(rows[start:end])}"
         return shown
 
-    changes = [change for change in changes if change.b0 >= ast.parse(new).body[0].end_lineno]  # below the docstring
+    changes = [
+        change for change in changes if change.b0 >= ast.parse(new).body[0].end_lineno
+    ]  # below the docstring
     for marker, text in markers.items():
         chosen = [change for change in changes if marker in change.markers and change.b0 >= top]
         chosen.sort(key=lambda change: SECTIONS.index(place(change).section))
@@ -230,7 +293,9 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
         title = f'<h3 id="{marker.replace(": ", "-")}">{marker}</h3><p>{with_links(text)}.</p>'
         parts.append(title + tests + show(chosen))
     rest = [change for change in changes if not change.markers or change.b0 < top]
-    parts.append(f"<details><summary>imports, and what has no marker</summary>{show(rest)}</details>")
+    parts.append(
+        f"<details><summary>imports, and what has no marker</summary>{show(rest)}</details>"
+    )
     return "".join(parts)
 
 
@@ -302,12 +367,20 @@ def build(source_url: str = "..") -> str:
     for script, parent in PARENTS.items():
         source, stem = (ROOT / script).read_text(), script.removesuffix(".py")
         title = ast.get_docstring(ast.parse(source)).partition("\n")[0].partition(" - ")[2]
-        body = show_changes(parent, script, source_url) if parent else show_blocks(script, seen, source_url)
+        body = (
+            show_changes(parent, script, source_url)
+            if parent
+            else show_blocks(script, seen, source_url)
+        )
         seen = {block.text: script for block in blocks(source)} | seen
         image = picture(PICTURES[stem], f"results of {script}") if stem in PICTURES else ""
         page = f'<a href="{source_url}/docs/{"ppo" if stem == "ppo_v1" else stem}.md">Its page</a>'
-        sections.append(f"<h2 id={stem}>{script}</h2><p>{with_links(title)} {page}.</p>{image}{body}")
-        links = "".join(f'<a href="#{m.replace(": ", "-")}">{m[4:]}</a>' for m in read_markers(source))
+        sections.append(
+            f"<h2 id={stem}>{script}</h2><p>{with_links(title)} {page}.</p>{image}{body}"
+        )
+        links = "".join(
+            f'<a href="#{m.replace(": ", "-")}">{m[4:]}</a>' for m in read_markers(source)
+        )
         contents.append(f'<b><a href="#{stem}">{script}</a></b><span>{links}</span>')
     formatters = [HtmlFormatter(style=name, nobackground=True) for name in ("xcode", "github-dark")]
     light, dark = (formatter.get_style_defs("pre") for formatter in formatters)
@@ -321,9 +394,13 @@ def build(source_url: str = "..") -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reading.html")
-    parser.add_argument("--source", default="..", help="where the scripts are, for links to their lines")
+    parser.add_argument(
+        "--source", default="..", help="where the scripts are, for links to their lines"
+    )
     parser.add_argument("--link-lines", action="store_true", help="no page; see above")
     options = parser.parse_args()
     for page in (ROOT / "docs").glob("*.md") if options.link_lines else ():

@@ -39,8 +39,15 @@ def small_task():
 
 
 LM_SCRIPTS = ["ppo", "ppo_v1", "ppo_v2"]
-SCRIPTS = [*LM_SCRIPTS, "het_grpo", "sac_hybrid", "wsrl_warmup"]  # a reader's own files may lie beside them
-TINY_LM = dict(sft_steps=2, batch_size=8, num_minibatches=2, eval_size=8, num_iterations=3, eval_every=2)
+SCRIPTS = [
+    *LM_SCRIPTS,
+    "het_grpo",
+    "sac_hybrid",
+    "wsrl_warmup",
+]  # a reader's own files may lie beside them
+TINY_LM = dict(
+    sft_steps=2, batch_size=8, num_minibatches=2, eval_size=8, num_iterations=3, eval_every=2
+)
 TINY_LM |= dict(update_epochs=2, device="cpu", task=f"jsonl:{small_task()}")
 TINY_LM |= dict(reward_fn=f"{ROOT / 'tests' / 'rewards.py'}:digits")
 REPLAY = dict(use_replay_buffer=True, min_replay_size=8, replay_sample_size=8)
@@ -64,7 +71,9 @@ def run_script(tmp_path):
 
     def start(script, *flags, timeout=120, **kwargs):
         command = [sys.executable, str(ROOT / script), *map(str, flags)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **kwargs)
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=timeout, **kwargs
+        )
 
     return start
 
@@ -87,10 +96,14 @@ def forked(*calls):
 
     def target(call):
         sys.stdout = sys.stderr = open(os.devnull, "w")
-        tqdm.set_lock(threading.RLock())  # the usual one is shared: a child killed in it would hold it for good
+        tqdm.set_lock(
+            threading.RLock()
+        )  # the usual one is shared: a child killed in it would hold it for good
         call()
 
-    processes = [multiprocessing.get_context("fork").Process(target=target, args=(call,)) for call in calls]
+    processes = [
+        multiprocessing.get_context("fork").Process(target=target, args=(call,)) for call in calls
+    ]
     for process in processes:
         process.start()
     return processes
@@ -156,7 +169,10 @@ def metrics_without_times(run_dir):
     """metrics.jsonl as a list of rows, less what no two runs share."""
     rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
     timed = ("time", "charts/SPS")
-    return [{k: v for k, v in row.items() if k not in timed and not k.startswith("time/")} for row in rows]
+    return [
+        {k: v for k, v in row.items() if k not in timed and not k.startswith("time/")}
+        for row in rows
+    ]
 
 
 def weights(run_dir, name="final_model"):
@@ -166,7 +182,9 @@ def weights(run_dir, name="final_model"):
 def same(a, b):
     """Two state dicts: every tensor, bit for bit."""
     tensors = [{key: value for key, value in x.items() if torch.is_tensor(value)} for x in (a, b)]
-    return a.keys() == b.keys() and all(torch.equal(x, tensors[1][key]) for key, x in tensors[0].items())
+    return a.keys() == b.keys() and all(
+        torch.equal(x, tensors[1][key]) for key, x in tensors[0].items()
+    )
 
 
 def assert_same_run(a, b):

@@ -37,7 +37,12 @@ def fences(text):
 
 def commands(text):
     """(launcher, script, flags) of every line to type"""
-    lines = [line for language, block, _ in fences(text) if language in ("", "bash") for line in block.splitlines()]
+    lines = [
+        line
+        for language, block, _ in fences(text)
+        if language in ("", "bash")
+        for line in block.splitlines()
+    ]
     return [match.groups() for line in lines if (match := re.match(COMMAND, line))]
 
 
@@ -68,7 +73,9 @@ def test_lines_and_diffs_in_the_readme(name):
 @pytest.mark.parametrize("page", PAGES, **ids)
 def test_links_resolve(page):
     for target in re.findall(r"\]\(((?!http)[^)]*)\)", page.read_text()):
-        target = re.sub(r"^\.\./\.\./actions(/workflows/\w+\.yml)(/badge\.svg)?$", r".github\1", target)  # on GitHub
+        target = re.sub(
+            r"^\.\./\.\./actions(/workflows/\w+\.yml)(/badge\.svg)?$", r".github\1", target
+        )  # on GitHub
         if target == "../../deployments/github-pages":
             target = ".github/workflows/page.yml"
         path, _, anchor = target.partition("#")
@@ -76,11 +83,17 @@ def test_links_resolve(page):
         assert linked.exists(), target
         if anchor and linked.suffix == ".md":
             titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
-            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, target
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+            }, target
 
-    for name, path, line in re.findall(r"\[`(?:\w+\.)?(\w+)`\]\(([\w./]+)#L(\d+)\)", page.read_text()):
+    for name, path, line in re.findall(
+        r"\[`(?:\w+\.)?(\w+)`\]\(([\w./]+)#L(\d+)\)", page.read_text()
+    ):
         text = (page.parent / path).read_text().splitlines()[int(line) - 1]
-        assert re.match(rf"\s*(def|class) {name}\b", text), f"{name}: python docs/build.py --link-lines"
+        assert re.match(rf"\s*(def|class) {name}\b", text), (
+            f"{name}: python docs/build.py --link-lines"
+        )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -101,13 +114,19 @@ def test_one_copied_file_names_what_it_needs(name):
     needs = tomllib.loads(block)["dependencies"]
     pins = (ROOT / "requirements.txt").read_text().split()
     assert all(need in pins or need in {pin.split("==")[0] for pin in pins} for need in needs)
-    imported = {module for module in re.findall(r"^(?:import|from) (\w+)", source, re.M)} - sys.stdlib_module_names
-    assert imported - {"tokenizers"} <= {need.split("==")[0] for need in needs}  # tokenizers comes with transformers
+    imported = {
+        module for module in re.findall(r"^(?:import|from) (\w+)", source, re.M)
+    } - sys.stdlib_module_names
+    assert imported - {"tokenizers"} <= {
+        need.split("==")[0] for need in needs
+    }  # tokenizers comes with transformers
 
 
 def test_one_version_of_ruff():
     files = ("pyproject.toml", ".pre-commit-config.yaml", ".github/workflows/tests.yml")
-    versions = [re.search(r"(?:ruff==|rev: v)([\d.]+)", (ROOT / name).read_text())[1] for name in files]
+    versions = [
+        re.search(r"(?:ruff==|rev: v)([\d.]+)", (ROOT / name).read_text())[1] for name in files
+    ]
     assert len(set(versions)) == 1, versions
 
 
@@ -129,25 +148,48 @@ def test_commands_in_the_text_exist(page):
     for path, flags in re.findall(r"python ((?:benchmark|docs)/\w+\.py)([^`#\n]*)", text):
         source = (ROOT / path).read_text()
         assert all(f'"{flag}"' in source for flag in re.findall(r"--[\w-]+", flags)), (path, flags)
-    typed = [command[1:] for command in commands(text)] if text == README else []  # those of a page are run below
+    typed = (
+        [command[1:] for command in commands(text)] if text == README else []
+    )  # those of a page are run below
     for script, flags in typed + re.findall(r"`python (\w+)\.py([^`]*)`", text):
-        tyro.cli(importlib.import_module(script).Args, args=shlex.split(flags.replace("--seed S", "--seed 1")))
+        tyro.cli(
+            importlib.import_module(script).Args,
+            args=shlex.split(flags.replace("--seed S", "--seed 1")),
+        )
     for extra in re.findall(r"\.\[(\w+)\]", text):
-        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert (
+            extra
+            in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+        )
 
 
 SMALL = dict.fromkeys(
-    ("ppo", "ppo_v1", "ppo_v2"), "--num-iterations 2 --batch-size 8 --num-minibatches 2 --sft-steps 2 --eval-size 4"
+    ("ppo", "ppo_v1", "ppo_v2"),
+    "--num-iterations 2 --batch-size 8 --num-minibatches 2 --sft-steps 2 --eval-size 4",
 )
-SMALL["het_grpo"] = "--num-tasks 4 --group-size 4 --num-iterations 2 --num-families 3 --num-rooms 4 --init-exp-tasks 8"
+SMALL["het_grpo"] = (
+    "--num-tasks 4 --group-size 4 --num-iterations 2 --num-families 3 --num-rooms 4 --init-exp-tasks 8"
+)
 SMALL["het_grpo"] += " --eval-size 6"
-SMALL["sac_hybrid"] = "--max-steps 60 --training-starts 20 --batch-size 8 --hidden-size 16 --log-interval 15"
-SMALL["wsrl_warmup"] = "--online-steps 30 --batch-size 8 --hidden-size 16 --eval-episodes 1 --buffer-size 100"
+SMALL["sac_hybrid"] = (
+    "--max-steps 60 --training-starts 20 --batch-size 8 --hidden-size 16 --log-interval 15"
+)
+SMALL["wsrl_warmup"] = (
+    "--online-steps 30 --batch-size 8 --hidden-size 16 --eval-episodes 1 --buffer-size 100"
+)
 SMALL["wsrl_warmup"] += " --log-interval 5"
 WHERE = {  # flags that are allowed with some commands only
-    "ppo_v2": (lambda flags: " --use-replay" in flags, "--min-replay-size 4 --replay-sample-size 4"),
+    "ppo_v2": (
+        lambda flags: " --use-replay" in flags,
+        "--min-replay-size 4 --replay-sample-size 4",
+    ),
     "het_grpo": (lambda flags: "--model-name" not in flags, "--warm-start-steps 2"),
-    "sac_hybrid": (lambda flags: "--eval-episodes 0" not in flags, "--eval-episodes 1 --report-episodes 1"),
+    "sac_hybrid": (
+        lambda flags: "--eval-episodes 0" not in flags,
+        "--eval-episodes 1 --report-episodes 1",
+    ),
     "wsrl_warmup": (
         lambda flags: "--stage" in flags or "--checkpoint" not in flags,
         "--offline-steps 20 --data-size 200",
@@ -155,9 +197,16 @@ WHERE = {  # flags that are allowed with some commands only
 }
 LOGS_MORE = {  # commands without which a metric of the table is not logged
     "het_grpo": ["--env game.py:Game --max-turns 1 --use-experience-replay --updated-freq 1"],
-    "wsrl_warmup": ["--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"],
+    "wsrl_warmup": [
+        "--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"
+    ],
 }
-ELSEWHERE = ("rg:", "Reacher", "sums.jsonl", "package:")  # an extra; what a page speaks of and does not make
+ELSEWHERE = (
+    "rg:",
+    "Reacher",
+    "sums.jsonl",
+    "package:",
+)  # an extra; what a page speaks of and does not make
 # what the page leaves to the reader's arm
 ARM = "spacemouse_is_touched = looks_done = lambda: False\nspacemouse_action = move_the_arm = lambda *action: None\n"
 
@@ -169,13 +218,22 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
     tokenizer = ppo.make_tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    )
     tokenizer.save_pretrained("FOLDER")
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    special = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None)
+    special = dict(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), **sizes, **special)
     transformers.LlamaForCausalLM(config).save_pretrained("FOLDER")
-    step = dict(observations=np.zeros(3, np.float32), actions=np.zeros(1, np.float32), rewards=0.0, dones=True)
+    step = dict(
+        observations=np.zeros(3, np.float32),
+        actions=np.zeros(1, np.float32),
+        rewards=0.0,
+        dones=True,
+    )
     step["next_observations"] = step["observations"]
     (tmp_path / "expert.pkl").write_bytes(pickle.dumps([step] * 2))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -188,7 +246,9 @@ def walk(page, folder):
     """Does what a page says, with small settings -> {run folder: flags}"""
     later, runs = [], {}
     for language, block, before in fences(page.read_text()):
-        name = re.match(r"# (\w+\.py)\n", block) or re.search(r"Save this as `([\w.]+)`:\s*$", before)
+        name = re.match(r"# (\w+\.py)\n", block) or re.search(
+            r"Save this as `([\w.]+)`:\s*$", before
+        )
         if name:
             (folder / name[1]).write_text(ARM * ("spacemouse" in block) + block)
         elif "final_model" in block:
@@ -203,7 +263,10 @@ def walk(page, folder):
     for launcher, script, flags, last in found:
         if any(word in flags for word in ELSEWHERE):
             continue
-        module, (allowed, more) = importlib.import_module(script), WHERE.get(script, (lambda flags: False, ""))
+        module, (allowed, more) = (
+            importlib.import_module(script),
+            WHERE.get(script, (lambda flags: False, "")),
+        )
         words = [flags, SMALL[script], "--device cpu", more * allowed(flags), last]
         words += [f"--run-dir runs/{len(runs)}"] * ("--run-dir" not in flags)
         args = tyro.cli(module.Args, args=shlex.split(" ".join(words)))
@@ -211,12 +274,17 @@ def walk(page, folder):
             continue
         metrics = module.main(args)
         if (folder / args.run_dir / "metrics.jsonl").exists():
-            assert all(math.isfinite(value) for value in metrics.values() if value is not None), (script, flags)
+            assert all(math.isfinite(value) for value in metrics.values() if value is not None), (
+                script,
+                flags,
+            )
             runs[args.run_dir] = flags
     for block in later:  # the trained model in the reader's own code
         trained = next((run for run, flags in runs.items() if "my_env" in flags), "runs/0")
         names = dict(obs=np.zeros(3, np.float32))
-        names["observation"] = dict(image=np.zeros((64, 64, 3), np.uint8), pose=np.zeros(7, np.float32))
+        names["observation"] = dict(
+            image=np.zeros((64, 64, 3), np.uint8), pose=np.zeros(7, np.float32)
+        )
         exec(re.sub(r'"runs/[^"]*(/final_model\.pth)"', rf'"{trained}\1"', block), names)
         assert np.abs(names["action"]).max() <= 1
     return runs
@@ -238,7 +306,9 @@ def test_what_a_page_says_runs_and_logs_what_the_page_lists(page, reader):
     logged, listed = set(), set(documented_keys(page)) | {"global_step"}
     for run in walk(page, reader):
         rows = (reader / run / "metrics.jsonl").read_text().splitlines()
-        logged |= {re.sub(r"bucket_\d", "bucket_{s}", key) for row in rows for key in json.loads(row)}
+        logged |= {
+            re.sub(r"bucket_\d", "bucket_{s}", key) for row in rows for key in json.loads(row)
+        }
     assert logged == listed
 
 
@@ -258,7 +328,9 @@ def test_tables_of_the_pages_are_what_the_benchmarks_print(tmp_path):
         for table in re.findall(r"(?:^\|.*\n)+", page.read_text().split("\n## Results\n")[1], re.M):
             lines = table.splitlines()
             assert not set(lines) - printed, (page.name, lines[0])
-            assert len(lines) <= 10 or "| setting |" in lines[0], f"{page.name}: more than eight rows, and no grid"
+            assert len(lines) <= 10 or "| setting |" in lines[0], (
+                f"{page.name}: more than eight rows, and no grid"
+            )
 
 
 def test_the_sentence_of_the_robot_and_its_human_is_the_raw_data(monkeypatch):
@@ -267,7 +339,9 @@ def test_the_sentence_of_the_robot_and_its_human_is_the_raw_data(monkeypatch):
 
     page, rows = (ROOT / "docs" / "sac_hybrid.md").read_text(), study.read(study.RESULTS)
     arms = ("demos + interventions", "human")
-    robot, human = (np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms)
+    robot, human = (
+        np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms
+    )
     assert f"{robot:.1f} steps where he takes {human:.1f}" in page
 
 
@@ -278,6 +352,9 @@ def test_the_readme_says_how_fast_an_update_is(monkeypatch):
     rows = list(csv.DictReader(open(study.PATH)))
     words = " ".join(README.split())
     ours, bare = (study.times(rows, "sac_hybrid.py", 256, layer_norm) for layer_norm in (1, 0))
-    assert f"{ours:.2f} times as fast as stable-baselines3's" in words and f"{bare:.2f} times without" in words
+    assert (
+        f"{ours:.2f} times as fast as stable-baselines3's" in words
+        and f"{bare:.2f} times without" in words
+    )
     theirs = [f"{study.times(rows, 'SBX', 256, layer_norm):.2f}" for layer_norm in (1, 0)]
     assert f"SBX's, compiled, {' and '.join(theirs)}" in words

@@ -25,7 +25,9 @@ def blocks():
         lines = path.read_text().splitlines()
         for node in ast.parse("\n".join(lines)).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                start = min(n.lineno for n in [node, *node.decorator_list]) - 1  # decorators count, too
+                start = (
+                    min(n.lineno for n in [node, *node.decorator_list]) - 1
+                )  # decorators count, too
                 if path.name != "ppo.py" or node.name not in PARENT:
                     found[node.name]["\n".join(lines[start : node.end_lineno])].append(path.name)
     return found
@@ -46,7 +48,9 @@ def test_no_stale_exception(monkeypatch):
 def fields_of(path):
     """{field: (type, doc)} of the Args class; the doc is the comment at the end of the line, which --help shows."""
     source = path.read_text()
-    body = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    body = next(
+        n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args"
+    ).body
     fields = {}
     for node in (node for node in body if isinstance(node, ast.AnnAssign)):
         doc = source.splitlines()[node.end_lineno - 1][node.end_col_offset :].strip()

@@ -8,9 +8,16 @@ import ppo
 import ppo_v1
 import ppo_v2
 
-PLAIN = [{}, dict(separate_critic=True, norm_adv=True, ent_coef=0.01, kl_coef=0.0, temperature=0.8, seed=2)]
-EXTRAS = dict(gradient_accumulation_steps=2, lr_scheduler_type="cosine", warmup_steps=1, adaptive_kl=True)
-EXTRAS |= dict(clip_coef_high=0.3, dual_clip=3.0, target_kl=0.05, kl_target=0.1, early_stopping_patience=9)
+PLAIN = [
+    {},
+    dict(separate_critic=True, norm_adv=True, ent_coef=0.01, kl_coef=0.0, temperature=0.8, seed=2),
+]
+EXTRAS = dict(
+    gradient_accumulation_steps=2, lr_scheduler_type="cosine", warmup_steps=1, adaptive_kl=True
+)
+EXTRAS |= dict(
+    clip_coef_high=0.3, dual_clip=3.0, target_kl=0.05, kl_target=0.1, early_stopping_patience=9
+)
 
 
 @pytest.mark.parametrize("options", PLAIN)
@@ -18,8 +25,13 @@ def test_v1_with_its_extras_off_is_ppo(options, tmp_path):
     run(ppo, tmp_path / "parent", **options)
     run(ppo_v1, tmp_path / "child", **options)
     parent, child = (metrics_without_times(tmp_path / name) for name in ("parent", "child"))
-    assert [{key: row[key] for key in old} for old, row in zip(parent, child, strict=True)] == parent
-    assert same(weights(tmp_path / "parent"), weights(tmp_path / "child")) and parent[-1]["losses/grad_norm"] > 0
+    assert [
+        {key: row[key] for key in old} for old, row in zip(parent, child, strict=True)
+    ] == parent
+    assert (
+        same(weights(tmp_path / "parent"), weights(tmp_path / "child"))
+        and parent[-1]["losses/grad_norm"] > 0
+    )
 
 
 @pytest.mark.parametrize("options", [*PLAIN, EXTRAS])
@@ -62,7 +74,9 @@ def test_checkpoints_and_tracking_change_no_number(tmp_path):
     assert list((tmp_path / "b" / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("options", [{}, REPLAY | dict(replay_advantages="all", priority_beta=1.0)], ids=["v1", "v2"])
+@pytest.mark.parametrize(
+    "options", [{}, REPLAY | dict(replay_advantages="all", priority_beta=1.0)], ids=["v1", "v2"]
+)
 def test_micro_batches_give_the_gradient_of_the_minibatch(options, tmp_path, monkeypatch):
     """At the optimizer's door, in every step of two iterations; lengths differ, so a mean of means would show."""
     script, real, found = ppo_v2 if options else ppo_v1, torch.optim.AdamW.step, {}

@@ -20,8 +20,15 @@ def test_shares():
     for n, guided in ((8, 4), (1, 0), (3, 1), (5, 2)):
         assert sum(het.draw(n, "mixed", 0.5, rng())) == guided
     assert sum(het.draw(100, "hybrid", 0.29, rng())) == 29
-    assert [sum(het.draw(8, mode, 0.5, rng())) for mode in ("all", "keep", "woexp", "discard")] == [8, 8, 0, 0]
-    assert len({tuple(het.draw(4, "mixed", 0.5, rng(i))) for i in range(200)}) == 6, "all C(4,2) places come up"
+    assert [sum(het.draw(8, mode, 0.5, rng())) for mode in ("all", "keep", "woexp", "discard")] == [
+        8,
+        8,
+        0,
+        0,
+    ]
+    assert len({tuple(het.draw(4, "mixed", 0.5, rng(i))) for i in range(200)}) == 6, (
+        "all C(4,2) places come up"
+    )
 
 
 # --- losses ---
@@ -37,8 +44,12 @@ def test_shares():
 )
 def test_group_advantages(rewards, expected):
     rewards = torch.tensor(rewards, dtype=torch.float32)
-    assert het.group_advantages(rewards, torch.zeros(len(rewards))).tolist() == pytest.approx(expected, abs=1e-6)
-    mixed = torch.stack([rewards, torch.arange(len(rewards)) * 100.0], 1).flatten()  # beside another group
+    assert het.group_advantages(rewards, torch.zeros(len(rewards))).tolist() == pytest.approx(
+        expected, abs=1e-6
+    )
+    mixed = torch.stack(
+        [rewards, torch.arange(len(rewards)) * 100.0], 1
+    ).flatten()  # beside another group
     groups = torch.tensor([3, 7] * len(rewards))
     assert het.group_advantages(mixed, groups)[::2].tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -49,11 +60,18 @@ NASTY = "{} {0} {name} 100% \\n\n\n</EXP><EXP>\n{{}}"
 
 def test_injection_is_text_in_text():
     template = het.Args().experience_template
-    assert template == "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
+    assert (
+        template == "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
+    )
     before, after = template.split("{}")
-    assert het.inject_experience("open {it}", NASTY, template) == before + NASTY + after + "open {it}"
+    assert (
+        het.inject_experience("open {it}", NASTY, template) == before + NASTY + after + "open {it}"
+    )
     assert het.inject_experience("open {it}", "", template) == "open {it}"
-    assert het.inject_experience("{q}", "{e}", '{"hint": "{}", {0} {x}}\n') == '{"hint": "{e}", {0} {x}}\n{q}'
+    assert (
+        het.inject_experience("{q}", "{e}", '{"hint": "{}", {0} {x}}\n')
+        == '{"hint": "{e}", {0} {x}}\n{q}'
+    )
 
 
 def pool_of(*records, size=10, held_out=()):
@@ -62,11 +80,18 @@ def pool_of(*records, size=10, held_out=()):
 
 
 def test_retrieval_is_of_earlier_steps_by_shared_words_the_rare_and_the_new_first():
-    records = [(1, "lock amber", "one", 5), (2, "lock brass", "two", 5), (3, "lock brass", "three", 5)]
+    records = [
+        (1, "lock amber", "one", 5),
+        (2, "lock brass", "two", 5),
+        (3, "lock brass", "three", 5),
+    ]
     pool, _ = pool_of(*records)
     assert pool.retrieve("lock amber", 3, 5) == "", "written at t, readable after t"
     assert pool.retrieve("Lock AMBER room 7", 1, 6) == "one", "case aside"
-    assert pool.retrieve("lock brass", 1, 6) == "three" and pool.retrieve("lock brass", 2, 6) == "three\ntwo"
+    assert (
+        pool.retrieve("lock brass", 1, 6) == "three"
+        and pool.retrieve("lock brass", 2, 6) == "three\ntwo"
+    )
     assert pool.retrieve("door", 3, 6) == "", "nothing shared, nothing found"
 
 
@@ -83,9 +108,17 @@ def test_the_pool_has_a_cap_no_doubles_and_refuses():
 
 @pytest.mark.parametrize(
     "line, fine",
-    [("{broken", False), ('{"topic": "a"}', False), ('{"topic": "a", "text": 3}', False), ("[1, 2]", False)]
+    [
+        ("{broken", False),
+        ('{"topic": "a"}', False),
+        ('{"topic": "a", "text": 3}', False),
+        ("[1, 2]", False),
+    ]
     + [("[" * 100_000, False), ('{"topic": "a", "text": "one\u2028line"}', True), ("", True)]
-    + [('{"task": 50, "topic": "a", "text": "b"}', False), (json.dumps(dict(topic="a", text=NASTY)), True)],
+    + [
+        ('{"task": 50, "topic": "a", "text": "b"}', False),
+        (json.dumps(dict(topic="a", text=NASTY)), True),
+    ],
 )
 def test_pool_file(line, fine, tmp_path):
     path = tmp_path / "pool.jsonl"
@@ -93,7 +126,9 @@ def test_pool_file(line, fine, tmp_path):
     pool, _ = pool_of(held_out=[50])
     if fine:
         pool.load(path)
-        assert {record["step"] for record in pool.records} == {-1}, "readable from the first iteration"
+        assert {record["step"] for record in pool.records} == {-1}, (
+            "readable from the first iteration"
+        )
         return
     with pytest.raises(SystemExit, match="pool.jsonl: line 2"):
         pool.load(path)
@@ -102,7 +137,10 @@ def test_pool_file(line, fine, tmp_path):
 # --- trajectory replay ---
 def make(task, number=0, success=True, **rest):
     steps = [("assistant", [6, 7]), ("env", [8]), ("assistant", [9])]
-    rest = dict(entropy=1.0, old_log_probs=[-1.0, -9.0, -9.0, -2.0], version=1, prompt_ids=[1, 2]) | rest
+    rest = (
+        dict(entropy=1.0, old_log_probs=[-1.0, -9.0, -9.0, -2.0], version=1, prompt_ids=[1, 2])
+        | rest
+    )
     name = f"1/{task}/{number}"
     return het.Trajectory(task, 0, number, steps=steps, success=success, trajectory_id=name, **rest)
 
@@ -119,7 +157,9 @@ def filled(counts, **options):
     manager = manager_of(**options)
     for task, successes in counts.items():
         manager.update_difficulty2task_dict(group(task, successes))
-        manager.save_trajectories_to_memory(manager.update_skip_uid_set_and_filter_trajectories(group(task, successes)))
+        manager.save_trajectories_to_memory(
+            manager.update_skip_uid_set_and_filter_trajectories(group(task, successes))
+        )
     return manager
 
 
@@ -143,7 +183,9 @@ def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left):
     """Entropies 1, 3, 2 in a memory of two; at random the newest stay."""
     sizes = dict(max_trajectories_per_task=2, offpolicy_trajectories_per_task=1)
     manager = manager_of(exp_select_mode=mode, **sizes)
-    manager.save_trajectories_to_memory([make(1, i, entropy=e) for i, e in enumerate([1.0, 3.0, 2.0])])
+    manager.save_trajectories_to_memory(
+        [make(1, i, entropy=e) for i, e in enumerate([1.0, 3.0, 2.0])]
+    )
     assert [t.rollout_id for t in manager.memory[1]] == left
     if mode != "random":
         worse = make(1, 9, entropy={"argmin": 9.0, "argmax": 0.0}[mode])
@@ -157,7 +199,9 @@ def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left):
 def test_imitation_keeps_the_shortest_successes_or_the_newest(mode, left):
     args = het.Args(method="sft", exp_select_mode=mode, max_trajectories_per_task=2)
     manager = het.ExperienceManager(args)
-    manager.save_trajectories_to_memory([het.Trajectory(1, steps=[("assistant", [0])] * n) for n in (2, 3, 1)])
+    manager.save_trajectories_to_memory(
+        [het.Trajectory(1, steps=[("assistant", [0])] * n) for n in (2, 3, 1)]
+    )
     assert [len(t.steps) for t in manager.memory[1]] == left
 
 
@@ -167,7 +211,9 @@ def test_tasks_come_by_bucket_within_the_bounds():
     for seed in range(3000):
         counts[manager.sample_tasks_from_replaypool(1, rng(seed))[0]] += 1
     shares = [counts[task] / 3000 for task in (0, 1, 4, 20, 7, 8)]
-    assert shares == pytest.approx([0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0], abs=0.03), "a bucket, then a task"
+    assert shares == pytest.approx([0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0], abs=0.03), (
+        "a bucket, then a task"
+    )
     assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 9, "each once"
     manager.difficulty2task_dict = {0: {4}}  # failed today, solved before: the groups replay is for
     assert manager.sample_tasks_from_replaypool(1, rng()) == []
@@ -178,30 +224,44 @@ def test_tasks_come_by_bucket_within_the_bounds():
 @pytest.mark.parametrize("n, k, available, replayed", [(8, 2, 1, 1), (2, 2, 2, 1), (8, 2, 5, 2)])
 def test_room_for_fresh_ones(n, k, available, replayed):
     manager = manager_of(group_size=n)
-    manager.args.offpolicy_trajectories_per_task = k  # k >= n does not pass the command line; the cap holds anyhow
+    manager.args.offpolicy_trajectories_per_task = (
+        k  # k >= n does not pass the command line; the cap holds anyhow
+    )
     manager.memory = {task: [make(task, i) for i in range(available)] for task in (5, 6)}
     batch = manager.get_offpolicy_batch([6, 5], rng())
-    places = [(task, data_id, i) for data_id, task in enumerate([6, 5]) for i in range(n - replayed, n)]
+    places = [
+        (task, data_id, i) for data_id, task in enumerate([6, 5]) for i in range(n - replayed, n)
+    ]
     assert [(t.task, t.data_id, t.rollout_id) for t in batch] == places
     assert all(t.is_experience_replay for t in batch)
     assert not any(t.is_experience_replay for stored in manager.memory.values() for t in stored)
 
 
-@pytest.mark.parametrize("size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))])
+@pytest.mark.parametrize(
+    "size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))]
+)
 def test_the_mix(size, valid, split):
     manager = filled({i: 4 for i in range(valid)}, num_tasks=size)
     mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
     for i in range(20):
         experience_tasks, on_policy_tasks = mix(1 + i, rng(i))
         assert (len(experience_tasks), len(on_policy_tasks)) == split
-        assert len({*experience_tasks, *on_policy_tasks}) == size and all(task < valid for task in experience_tasks)
+        assert len({*experience_tasks, *on_policy_tasks}) == size and all(
+            task < valid for task in experience_tasks
+        )
         seen += on_policy_tasks
     if valid == 0:
-        assert sorted(seen[:40]) == list(range(40)) != seen[:40] != seen[40:80], "a pass has every task once"
+        assert sorted(seen[:40]) == list(range(40)) != seen[:40] != seen[40:80], (
+            "a pass has every task once"
+        )
     manager.skip_uid_set = set(range(20))
-    assert all(task >= 20 for _ in range(5) for task in mix(5, rng())[1]), "retired ones are passed over"
+    assert all(task >= 20 for _ in range(5) for task in mix(5, rng())[1]), (
+        "retired ones are passed over"
+    )
     manager.skip_uid_set = set(range(40))
-    assert len(set(sum(mix(5, rng()), []))) == size, "too few left: retired ones are looked at again"
+    assert len(set(sum(mix(5, rng()), []))) == size, (
+        "too few left: retired ones are looked at again"
+    )
 
 
 # --- options ---
@@ -212,12 +272,18 @@ def resolved(**options):
 
 
 def test_presets():
-    assert resolved(method="baseline")[:3] == ("woexp", "woexp", "keep") == resolved(enable=False)[:3]
+    assert (
+        resolved(method="baseline")[:3] == ("woexp", "woexp", "keep") == resolved(enable=False)[:3]
+    )
     assert resolved(method="ec") == ("mixed", "mixed", "keep", 0.5, 1.0)
     assert resolved(method="ei", rollout_expratio=0.25) == ("mixed", "mixed", "discard", 0.25, 0.0)
     assert resolved() == resolved(method="het") == ("mixed", "mixed", "hybrid", 0.5, 0.5)
     assert resolved(train_rollout_expmode="all", train_sample_keepratio=0.2)[1::3] == ("all", 0.2)
-    assert resolved(method="sft", train_sample_expmode="discard")[:3] == ("mixed", "mixed", "discard")
+    assert resolved(method="sft", train_sample_expmode="discard")[:3] == (
+        "mixed",
+        "mixed",
+        "discard",
+    )
     assert not het.Args(method="baseline").uses_pool and het.Args(method="sd").uses_pool
 
 
@@ -235,7 +301,9 @@ def test_the_judge_errs_in_training_rooms_only(monkeypatch):
                 text, reward, ended, _, last = envs[i % 4].step(action)
             assert ended and last["experience"].startswith(info["topic"])
             wrong.append((i % 480 < locks.TRAINING, (text == "open") != bool(reward)))
-        assert not any(error for training, error in wrong if not training), "validation asks for the secret"
-        assert sum(error for _, error in wrong) / sum(training for training, _ in wrong) == pytest.approx(
-            share, abs=0.03
+        assert not any(error for training, error in wrong if not training), (
+            "validation asks for the secret"
         )
+        assert sum(error for _, error in wrong) / sum(
+            training for training, _ in wrong
+        ) == pytest.approx(share, abs=0.03)

@@ -25,8 +25,17 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 import het_grpo as het
 
-TINY = dict(warm_start_steps=2, num_tasks=4, group_size=4, num_iterations=3, device="cpu", learning_rate=3e-3)
-TINY |= dict(update_epochs=1, num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6)
+TINY = dict(
+    warm_start_steps=2,
+    num_tasks=4,
+    group_size=4,
+    num_iterations=3,
+    device="cpu",
+    learning_rate=3e-3,
+)
+TINY |= dict(
+    update_epochs=1, num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6
+)
 RECORDED = dict(use_experience_replay=True, replay_old_logp="recorded")
 
 
@@ -78,7 +87,9 @@ def gradients_of_steps(monkeypatch):
 
 
 def pool_file(path, texts):
-    path.write_text("".join(json.dumps(dict(topic=name, text=text)) + "\n" for name, text in texts.items()))
+    path.write_text(
+        "".join(json.dumps(dict(topic=name, text=text)) + "\n" for name, text in texts.items())
+    )
     return str(path)
 
 
@@ -106,19 +117,29 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch, advice):
     assert len(seen) == 3
     for trajectories, data in seen:
         guided = [t for t in trajectories if t.injected]
-        assert len(guided) == 8 and sum(not t.keep for t in guided) == 4, "B=4, n=4: 8 guided, 4 of them off-policy"
+        assert len(guided) == 8 and sum(not t.keep for t in guided) == 4, (
+            "B=4, n=4: 8 guided, 4 of them off-policy"
+        )
         for group in range(4):
             members = [t for t in trajectories if t.data_id == group]
-            assert sum(t.injected for t in members) == 2 and len({t.keep for t in members}) == 1, "per task"
+            assert sum(t.injected for t in members) == 2 and len({t.keep for t in members}) == 1, (
+                "per task"
+            )
         for i, t in enumerate(trajectories):
             question = f"lock {het.NAMES[t.task % 3]} room {t.task // 3:02d}"
             told = het.inject_experience(question, NASTY[het.NAMES[t.task % 3]], het.TEMPLATE)
             assert t.prompt_ids == tokenizer(question).input_ids, "strip(inject(p)) = p"
             assert not t.injected or t.advised_ids == tokenizer(told).input_ids
             prompt = t.advised_ids if t.injected and t.keep else t.prompt_ids
-            assert data["ids"][i][data["mask"][i].bool()].tolist() == prompt + sum((ids for _, ids in t.steps), [])
-            trained = data["ids"][i][-data["response_mask"].shape[1] :][data["response_mask"][i].bool()].tolist()
-            assert trained == [token for role, ids in t.steps if role == "assistant" for token in ids]
+            assert data["ids"][i][data["mask"][i].bool()].tolist() == prompt + sum(
+                (ids for _, ids in t.steps), []
+            )
+            trained = data["ids"][i][-data["response_mask"].shape[1] :][
+                data["response_mask"][i].bool()
+            ].tolist()
+            assert trained == [
+                token for role, ids in t.steps if role == "assistant" for token in ids
+            ]
             assert bool(data["exp_mask"][i].any()) == (t.injected and not t.keep)
     row = metrics_without_times(tmp_path / "run")[1]
     assert row["exp/off_frac"] == 0.25 and row["exp/kept_tasks"] == row["exp/stripped_tasks"] == 2
@@ -127,13 +148,20 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch, advice):
 
 def test_the_pool_is_built_from_training_tasks(tmp_path, monkeypatch, advice):
     def records(folder):
-        return [json.loads(line) for line in (tmp_path / folder / "experience_pool.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (tmp_path / folder / "experience_pool.jsonl").read_text().splitlines()
+        ]
 
     added = spy(monkeypatch, het.ExperiencePool, "add_successes")
     options = dict(num_rooms=40, eval_size=40, eval_every=1, num_iterations=5)
     run(tmp_path / "run", updated_freq=2, **advice, **options)
-    assert [step for (_, _, step), _ in added] == [-1, 2, 4], "an own pool does not switch the first fill off"
-    assert len(records("run")) > 3 and {r["task"] for r in records("run")} - {None} <= set(range(120))
+    assert [step for (_, _, step), _ in added] == [-1, 2, 4], (
+        "an own pool does not switch the first fill off"
+    )
+    assert len(records("run")) > 3 and {r["task"] for r in records("run")} - {None} <= set(
+        range(120)
+    )
     assert [row["global_step"] for row in metrics_without_times(tmp_path / "run")[:2]] == [32, 48]
     run(tmp_path / "leak", val_summarizer_save=True, init_exp_before_training=False, **options)
     assert records("leak") and {r["task"] for r in records("leak")} <= set(range(120, 160))
@@ -144,8 +172,12 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch, a
     collected = spy(monkeypatch, het, "collect")
     metrics = run(tmp_path / "run", **advice, eval_size=12, rollout_expratio=ratio)
     (_, done), (_, unseen) = collected[-2:]
-    assert {t.task for t in done} == set(range(12, 24)) and all(t.task >= 2 * het.PRACTICE for t in unseen)
-    assert sum(t.injected for t in done) == math.floor(12 * ratio), "the share holds for validation, too"
+    assert {t.task for t in done} == set(range(12, 24)) and all(
+        t.task >= 2 * het.PRACTICE for t in unseen
+    )
+    assert sum(t.injected for t in done) == math.floor(12 * ratio), (
+        "the share holds for validation, too"
+    )
     assert all(t.injected for t in unseen), "told what nobody has seen"
     for guided, name in ((False, "unguided"), (True, "guided")):
         found = [t.success for t in done if t.injected == guided]
@@ -156,15 +188,23 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch, a
 @pytest.mark.parametrize("old", ["stripped", "behavior"])
 def test_stripped_samples(old, tmp_path, monkeypatch, advice, in_order):
     """Old log-probs are pi(y|x), ratio 1 at first, or the sampler's. Failures weigh pi(y|x) / pi(y|x,advice)."""
-    samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "policy_loss"))
-    options = dict(method="ei", num_minibatches=1, num_iterations=1, off_old_logp=old, off_ratio_limit=1e9)
+    samples, losses = (
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "policy_loss")
+    )
+    options = dict(
+        method="ei", num_minibatches=1, num_iterations=1, off_old_logp=old, off_ratio_limit=1e9
+    )
     run(tmp_path / "run", **advice, **options)
     trajectories, data = batches(samples)[0]
     new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
     group, failures = het.group_advantages(data["rewards"], data["group_ids"]).tolist(), 0
     for i, t in enumerate(trajectories):
         trained = data["response_mask"][i].bool()
-        sampled, used, now = torch.tensor(t.sampler_logprobs), logprobs[i][trained], new_logprobs[i][trained].detach()
+        sampled, used, now = (
+            torch.tensor(t.sampler_logprobs),
+            logprobs[i][trained],
+            new_logprobs[i][trained].detach(),
+        )
         expected = torch.full((len(sampled),), group[i])
         behaviour = t.injected and old == "behavior"
         torch.testing.assert_close(used, sampled if behaviour else now, atol=1e-5, rtol=0)
@@ -177,10 +217,14 @@ def test_stripped_samples(old, tmp_path, monkeypatch, advice, in_order):
 
 
 @pytest.mark.parametrize("limit, guarded", [(0.9, 2), (50.0, 0)])
-def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_path, monkeypatch, advice):
+def test_the_guard_skips_a_minibatch_that_has_gone_too_far(
+    limit, guarded, tmp_path, monkeypatch, advice
+):
     """A stripped ratio is 1 at first, which is above .9; the weights then stay what they were."""
     starts = models_before_updates(monkeypatch)
-    options = dict(method="ei", num_minibatches=1, num_iterations=1, update_epochs=2, off_ratio_limit=limit)
+    options = dict(
+        method="ei", num_minibatches=1, num_iterations=1, update_epochs=2, off_ratio_limit=limit
+    )
     metrics = run(tmp_path / "run", **advice, **options)
     start, final = starts[0].state_dict(), weights(tmp_path / "run")
     assert metrics["losses/guarded_steps"] == guarded
@@ -191,11 +235,18 @@ def test_the_guard_skips_a_minibatch_that_has_gone_too_far(limit, guarded, tmp_p
 
 def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_order):
     """The update of one iteration, written again: mean log-prob of the agent's tokens in what was drawn."""
-    samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss"))
+    samples, losses = (
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss")
+    )
     run(tmp_path / "run", method="sft", num_minibatches=1, **advice)
     views = set()
-    for (trajectories, data), ((policy, mb, *_), (loss, *_)) in zip(batches(samples), losses, strict=True):
-        assert all(t.success for t in trajectories) and data["response_mask"].sum() == mb["response_mask"].sum()
+    for (trajectories, data), ((policy, mb, *_), (loss, *_)) in zip(
+        batches(samples), losses, strict=True
+    ):
+        assert (
+            all(t.success for t in trajectories)
+            and data["response_mask"].sum() == mb["response_mask"].sum()
+        )
         mask = mb["response_mask"].bool()
         assert loss.item() == pytest.approx(-mb["logprobs"][mask].mean().item(), abs=1e-5)
         views |= {(t.injected, t.keep) for t in trajectories}
@@ -210,14 +261,20 @@ def test_self_distillation_pulls_failures_to_the_teacher(tmp_path, monkeypatch, 
     failed = mb["rewards"] < 1
     group = het.group_advantages(mb["rewards"], mb["group_ids"])[:, None] * mb["response_mask"]
     torch.testing.assert_close(mb["advantages"], group + 0.5 * failed[:, None] * (teacher - old))
-    assert failed.any() and (told["mask"].sum(1) > mb["mask"].sum(1)).all(), "the teacher reads advice"
+    assert failed.any() and (told["mask"].sum(1) > mb["mask"].sum(1)).all(), (
+        "the teacher reads advice"
+    )
 
 
 def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = spy(monkeypatch, het, "grpo_loss")
-    options = RECORDED | dict(num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5)
-    options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5, replay_loss="shape", shaping_beta=0.3)
+    options = RECORDED | dict(
+        num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5
+    )
+    options |= dict(
+        update_epochs=2, learning_rate=1e-2, num_iterations=5, replay_loss="shape", shaping_beta=0.3
+    )
     run(tmp_path / "run", **advice, **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
@@ -237,7 +294,13 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
 
 def test_micro_batches_change_nothing(tmp_path, advice):
     for steps in (1, 4):
-        run(tmp_path / str(steps), **advice, **RECORDED, gradient_accumulation_steps=steps, num_iterations=2)
+        run(
+            tmp_path / str(steps),
+            **advice,
+            **RECORDED,
+            gradient_accumulation_steps=steps,
+            num_iterations=2,
+        )
     assert_nearly_the_same(tmp_path / "1", tmp_path / "4")
 
 
@@ -251,7 +314,9 @@ def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch, advice)
     for (trajectories, _), ((data, old), logprobs) in zip(batches(samples), replaced, strict=True):
         for i, t in enumerate(trajectories):
             mask = data["response_mask"][i].bool()
-            assert torch.equal(data["replay_mask"][i].bool(), mask & t.is_experience_replay), "the agent's tokens"
+            assert torch.equal(data["replay_mask"][i].bool(), mask & t.is_experience_replay), (
+                "the agent's tokens"
+            )
             if t.is_experience_replay:
                 assert torch.equal(logprobs[i][mask], then[t.trajectory_id])
                 compared += not torch.allclose(old[i][mask], logprobs[i][mask], atol=1e-4)
@@ -262,14 +327,24 @@ def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch, advice)
 
 
 def test_groups_stay_whole_and_replay_is_not_counted(tmp_path, monkeypatch):
-    calls, advantages = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "group_advantages"))
+    calls, advantages = (
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "group_advantages")
+    )
     run(tmp_path / "run", num_iterations=6, method="baseline", use_experience_replay=True)
     rows, replays, fresh_in_all = metrics_without_times(tmp_path / "run")[1:], 0, 0
-    for (trajectories, _), row, ((rewards, groups), result) in zip(batches(calls), rows, advantages, strict=True):
-        replayed, fresh = ([t for t in trajectories if t.is_experience_replay == flag] for flag in (True, False))
+    for (trajectories, _), row, ((rewards, groups), result) in zip(
+        batches(calls), rows, advantages, strict=True
+    ):
+        replayed, fresh = (
+            [t for t in trajectories if t.is_experience_replay == flag] for flag in (True, False)
+        )
         replays, fresh_in_all = replays + len(replayed), fresh_in_all + len(fresh)
-        assert row["global_step"] == fresh_in_all and groups.tolist() == [i for i in range(4) for _ in range(4)]
-        assert [t.data_id for t in trajectories] == groups.tolist() and len({t.task for t in trajectories}) == 4
+        assert row["global_step"] == fresh_in_all and groups.tolist() == [
+            i for i in range(4) for _ in range(4)
+        ]
+        assert [t.data_id for t in trajectories] == groups.tolist() and len(
+            {t.task for t in trajectories}
+        ) == 4
         assert row["replay/experience_tasks"] == len({t.data_id for t in replayed}) <= 2
         assert row["charts/success_rate"] == sum(t.success for t in fresh) / len(fresh)
         for t, a in zip(trajectories, result, strict=True):
@@ -294,18 +369,27 @@ def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
     real = het.ExperienceManager.save_trajectories_to_memory
 
     def poisoned(self, trajectories):
-        real(self, [het.replace(t, old_log_probs=[math.nan] * len(t.old_log_probs)) for t in trajectories])
+        real(
+            self,
+            [het.replace(t, old_log_probs=[math.nan] * len(t.old_log_probs)) for t in trajectories],
+        )
 
     monkeypatch.setattr(het.ExperienceManager, "save_trajectories_to_memory", poisoned)
     poison = pool_file(tmp_path / "pool", {name: "poison" for name in het.NAMES[:3]})
     none = dict(rollout_expratio=0.0, val_rollout_expmode="woexp", init_exp_before_training=False)
     # the pool's words are in the vocabulary: take those of the plain run
     words = het.spoken_words
-    monkeypatch.setattr(het, "spoken_words", lambda env, seeds, records, args: words(env, seeds, [], args))
+    monkeypatch.setattr(
+        het, "spoken_words", lambda env, seeds, records, args: words(env, seeds, [], args)
+    )
     run(tmp_path / "off", experience_pool=poison, exp_ratio=0.0, **none, **RECORDED)
     plain, other = (metrics_without_times(tmp_path / name) for name in ("plain", "off"))
     for row in plain + other:
-        for key in [k for k in row if k.startswith("replay/") or k in ("exp/pool_size", "exp/retrieval_empty_frac")]:
+        for key in [
+            k
+            for k in row
+            if k.startswith("replay/") or k in ("exp/pool_size", "exp/retrieval_empty_frac")
+        ]:
             row.pop(key)
     assert plain == other and plain[-1]["losses/grad_norm"] > 0
     assert same(weights(tmp_path / "plain"), weights(tmp_path / "off"))
@@ -313,7 +397,10 @@ def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
 
 def test_one_step_against_an_oracle(tmp_path, monkeypatch, in_order):
     """Plain GRPO written again, row by row, without padding: losses, gradients and weights of one iteration."""
-    calls, starts = spy(monkeypatch, het, "samples_to_dataproto"), models_before_updates(monkeypatch)
+    calls, starts = (
+        spy(monkeypatch, het, "samples_to_dataproto"),
+        models_before_updates(monkeypatch),
+    )
     gradients, clip = gradients_of_steps(monkeypatch), torch.nn.utils.clip_grad_norm_
     options = dict(num_iterations=1, update_epochs=2, temperature=0.9, learning_rate=1e-2)
     metrics = run(tmp_path / "run", method="baseline", **options)
@@ -321,9 +408,15 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch, in_order):
 
     def logp(t):
         ids = t.prompt_ids + [token for _, part in t.steps for token in part]
-        every, place, terms = torch.log_softmax(lm(torch.tensor([ids])).logits[0] / 0.9, -1), len(t.prompt_ids), []
+        every, place, terms = (
+            torch.log_softmax(lm(torch.tensor([ids])).logits[0] / 0.9, -1),
+            len(t.prompt_ids),
+            [],
+        )
         for role, part in t.steps:
-            terms += [every[place + i - 1][token] for i, token in enumerate(part) if role == "assistant"]
+            terms += [
+                every[place + i - 1][token] for i, token in enumerate(part) if role == "assistant"
+            ]
             place += len(part)
         return torch.stack(terms)
 
@@ -343,7 +436,10 @@ def test_one_step_against_an_oracle(tmp_path, monkeypatch, in_order):
         for i in range(8 * (step % 2), 8 * (step % 2) + 8):
             ratio, a = (logp(trajectories[i]) - old[i]).exp(), advantages[i]
             value = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
-            total, count = total + (value.clamp(min=3.0 * a) if a < 0 else value).sum(), count + len(ratio)
+            total, count = (
+                total + (value.clamp(min=3.0 * a) if a < 0 else value).sum(),
+                count + len(ratio),
+            )
         optimizer.zero_grad()
         (-total / count).backward()
         for p, gradient in zip(lm.parameters(), theirs[step], strict=True):
@@ -361,7 +457,9 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
     """Nor does the global generator; another seed does."""
     for name, options in dict(a=dict(eval_every=9), b=dict(eval_every=1), c=dict(seed=2)).items():
         torch.rand(3)
-        run(tmp_path / name, updated_freq=1, num_iterations=4, use_experience_replay=True, **options)
+        run(
+            tmp_path / name, updated_freq=1, num_iterations=4, use_experience_replay=True, **options
+        )
     rows = [metrics_without_times(tmp_path / name) for name in "abc"]
     assert "eval/success_guided" in rows[1][2] and "eval/success_guided" not in rows[0][2]
     for row in sum(rows, []):
@@ -373,7 +471,9 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
 
 
 # --- checkpoint ---
-LONG = dict(num_iterations=6, save_every=1, updated_freq=2, retire_solved=True, use_experience_replay=True)
+LONG = dict(
+    num_iterations=6, save_every=1, updated_freq=2, retire_solved=True, use_experience_replay=True
+)
 
 
 def test_killed_runs_end_like_one_never_stopped(tmp_path):
@@ -389,7 +489,11 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
         at_call(het, "validate", 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
     for nth, where in ((1, "before"), (2, "after"), (2, "half")):
-        (process,) = forked(lambda nth=nth, where=where: go_on(lambda: die_while_saving("checkpoint.pt", nth, where)))
+        (process,) = forked(
+            lambda nth=nth, where=where: go_on(
+                lambda: die_while_saving("checkpoint.pt", nth, where)
+            )
+        )
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
     (process,) = forked(lambda: go_on(interrupted, save_every=100))
@@ -400,11 +504,18 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
         run(killed, **LONG)
     run(killed, **LONG, resume=True)
     assert_same_run(tmp_path / "whole", killed)
-    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (tmp_path / "whole", killed)]
+    states = [
+        torch.load(folder / "checkpoint.pt", weights_only=True)
+        for folder in (tmp_path / "whole", killed)
+    ]
     assert all(states[0][key] == states[1][key] for key in ("manager", "pool", "counters"))
     rows = metrics_without_times(killed)
-    assert rows[-1]["replay/trajectories"] > 0 and any(row.get("replay/experience_tasks") for row in rows)
-    assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx([3e-3 * (1 - i / 6) for i in range(6)])
+    assert rows[-1]["replay/trajectories"] > 0 and any(
+        row.get("replay/experience_tasks") for row in rows
+    )
+    assert [row["charts/learning_rate"] for row in rows[1:]] == pytest.approx(
+        [3e-3 * (1 - i / 6) for i in range(6)]
+    )
 
 
 def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
@@ -427,7 +538,9 @@ def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
 # --- ranks ---
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
 def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
-    options = dict(num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-3, **advice, **RECORDED)
+    options = dict(
+        num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-3, **advice, **RECORDED
+    )
     run(tmp_path / "one", **options)
     assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=fsdp, **options)) == [0, 0]
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
@@ -445,18 +558,31 @@ def test_what_an_environment_hears_and_says(monkeypatch):
     env = het.TextEnv(het.Args())
     question, info = env.reset(13)
     assert question == "lock brass room 01" and info["topic"] == "brass"
-    assert env.reset(1)[1]["solution"] == (secret := info["solution"]) and len(secret) == 4, "a family shares it"
+    assert env.reset(1)[1]["solution"] == (secret := info["solution"]) and len(secret) == 4, (
+        "a family shares it"
+    )
     wrong = next(color for color in env.actions if color != secret[1])
     said = [secret[0], wrong, "sing", f"well, {secret[1].upper()}!", *secret[2:]]
     told = [env.step(text) for text in said]
-    replies = ["click 1", "jam 1", "not an action : red green blue gold", "click 2", "click 3", "open"]
+    replies = [
+        "click 1",
+        "jam 1",
+        "not an action : red green blue gold",
+        "click 2",
+        "click 3",
+        "open",
+    ]
     assert [t[0] for t in told] == replies and [t[1] for t in told] == [0, 0, -1, 0, 0, 1]
     assert told[-1][2] and told[-1][4] == dict(experience="brass : " + " ".join(secret))
     secrets = {tuple(env.reset(het.PRACTICE + 12 * i)[1]["solution"]) for i in range(99)}
     assert len(secrets) > 50, "the warm start learns no secret"
-    cliff = het.TextEnv(het.Args(env="CliffWalking-v1"))  # of Gymnasium: actions are said as numbers
+    cliff = het.TextEnv(
+        het.Args(env="CliffWalking-v1")
+    )  # of Gymnasium: actions are said as numbers
     assert cliff.actions == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
-    assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, "nonsense is no way out"
+    assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, (
+        "nonsense is no way out"
+    )
 
 
 def test_success_needs_an_end(tmp_path, monkeypatch):
@@ -469,7 +595,9 @@ def test_success_needs_an_end(tmp_path, monkeypatch):
 def chat_model(tmp_path):
     """A tiny model folder with a chat template, one token per character, EOS and turn marks of its own."""
     vocab = ["<pad>", "<|im_end|>", "<|im_start|>", "<unk>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = dict(pad_token="<pad>", eos_token="<|im_end|>", unk_token="<unk>")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
@@ -480,14 +608,18 @@ def chat_model(tmp_path):
     )
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     ids = dict(eos_token_id=1, pad_token_id=0, bos_token_id=None)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids)).save_pretrained(
+        tmp_path / "model"
+    )
     tokenizer.save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
 
 
 def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch):
     calls = spy(monkeypatch, het, "samples_to_dataproto")
-    options = dict(model_name=chat_model, chat_template=True, max_turns=3, max_turn_tokens=4, temperature=0.7)
+    options = dict(
+        model_name=chat_model, chat_template=True, max_turns=3, max_turn_tokens=4, temperature=0.7
+    )
     metrics = run(tmp_path / "run", **options, num_iterations=1, init_exp_before_training=False)
     assert metrics["rollout/logprob_mismatch"] < 1e-5
     tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
@@ -498,11 +630,16 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
         assert text(t.prompt_ids).startswith(f"{start}user\nlock ")
         assert text(t.prompt_ids).endswith(f"{end}\n{start}assistant\n")
         for (role, ids), (_, after) in zip(t.steps, t.steps[1:], strict=False):
-            if role == "assistant":  # an end that was not sampled belongs to the environment: no loss
+            if (
+                role == "assistant"
+            ):  # an end that was not sampled belongs to the environment: no loss
                 forced += ids[-1] != 1
                 first = end if ids[-1] != 1 else ""
                 assert text(after).startswith(f"{first}\n{start}user\n")
-                assert text(after).endswith(f"{end}\n{start}assistant\n") and text(after).count(start) == 2
+                assert (
+                    text(after).endswith(f"{end}\n{start}assistant\n")
+                    and text(after).count(start) == 2
+                )
         assert int(data["response_mask"][i].sum()) == len(t.sampler_logprobs)
     assert forced > 0
 
@@ -539,7 +676,9 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_the_command_fills_the_run_folder(run_script, tmp_path):
-    flags = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = [
+        word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     done = run_script("het_grpo.py", *flags, "--run-dir", "out", "--use-experience-replay")
     assert done.returncode == 0, done.stderr
     assert "[3/3]" in done.stdout

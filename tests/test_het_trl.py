@@ -19,10 +19,14 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
     from datasets import Dataset
 
     starts, gradients = models_before_updates(monkeypatch), gradients_of_steps(monkeypatch)
-    samples, losses = (spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss"))
+    samples, losses = (
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss")
+    )
     rate = dict(learning_rate=0.03)
     sizes = dict(num_iterations=1, num_minibatches=1, update_epochs=2)
-    metrics = het.main(het.Args(**TINY | rate | sizes, method="baseline", run_dir=str(tmp_path / "ours")))
+    metrics = het.main(
+        het.Args(**TINY | rate | sizes, method="baseline", run_dir=str(tmp_path / "ours"))
+    )
     (trajectories, _), lm = batches(samples)[0], starts[0]
     lm.save_pretrained(tmp_path / "start")  # TRL makes its reference from the folder
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)

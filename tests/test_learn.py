@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 
 def train(script, folder, seeds, **options):
     """-> last metrics of a run for each seed, which lies in folder/seed"""
-    make = lambda seed: script.Args(seed=seed, device="cpu", run_dir=str(folder / str(seed)), **options)  # noqa: E731
+    make = lambda seed: script.Args(
+        seed=seed, device="cpu", run_dir=str(folder / str(seed)), **options
+    )  # noqa: E731
     return [script.main(make(seed)) for seed in seeds]
 
 
@@ -27,7 +29,9 @@ LM = [(ppo, {}), (ppo_v1, {}), (ppo_v2, dict(use_replay_buffer=True))]
 
 @pytest.mark.parametrize("script, options", LM, ids=["ppo", "ppo_v1", "ppo_v2"])
 def test_it_learns_to_sort(script, options, tmp_path):
-    scores = [end["eval/score"] for end in train(script, tmp_path, (21, 22, 23), eval_every=40, **options)]
+    scores = [
+        end["eval/score"] for end in train(script, tmp_path, (21, 22, 23), eval_every=40, **options)
+    ]
     assert np.median(scores) >= 0.95 and min(scores) >= 0.9, scores
 
 
@@ -38,11 +42,16 @@ def test_a_wrong_sign_does_not_learn(tmp_path, monkeypatch):
     assert train(ppo, tmp_path, (21,), eval_every=40)[0]["eval/score"] < 0.2
 
 
-@pytest.mark.parametrize("options, bar", [({}, 0.4), (dict(method="sft", learning_rate=1e-3), 0.8)], ids=["het", "sft"])
+@pytest.mark.parametrize(
+    "options, bar", [({}, 0.4), (dict(method="sft", learning_rate=1e-3), 0.8)], ids=["het", "sft"]
+)
 def test_it_learns_to_do_without_advice(options, bar, tmp_path):
     """The start policy opens next to no lock unguided; two thirds of a full run are enough to see it rise."""
     short = dict(num_iterations=100, eval_every=100, eval_size=240)
-    scores = [end["eval/success_unguided"] for end in train(het_grpo, tmp_path, (101, 102, 103), **short, **options)]
+    scores = [
+        end["eval/success_unguided"]
+        for end in train(het_grpo, tmp_path, (101, 102, 103), **short, **options)
+    ]
     assert np.median(scores) > bar, scores
 
 
@@ -59,7 +68,10 @@ def test_without_demos_and_human_there_is_nothing_to_learn_from(tmp_path):
 
 @pytest.mark.parametrize("mode", ["single-arm-fixed-gripper", "dual-arm-learned-gripper"])
 def test_other_arms_learn(mode, tmp_path):
-    assert train(sac_hybrid, tmp_path, (2,), setup_mode=mode, human="expert")[0]["eval/success_rate"] >= 0.8
+    assert (
+        train(sac_hybrid, tmp_path, (2,), setup_mode=mode, human="expert")[0]["eval/success_rate"]
+        >= 0.8
+    )
 
 
 def test_the_warm_up_goes_beyond_its_data(tmp_path):

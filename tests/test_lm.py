@@ -14,28 +14,48 @@ WIDTH = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 GROUPED = WIDTH | dict(num_key_value_heads=2)
 WORK = dict(  # name of the configuration class, its sizes
     llama=("Llama", GROUPED),
-    gpt2=("GPT2", dict(n_embd=32, n_layer=2, n_head=2, n_positions=64)),  # learned positions: wrong ones show at once
+    gpt2=(
+        "GPT2",
+        dict(n_embd=32, n_layer=2, n_head=2, n_positions=64),
+    ),  # learned positions: wrong ones show at once
     gpt_neox=("GPTNeoX", WIDTH),
     mistral=("Mistral", GROUPED | dict(sliding_window=4)),
-    gemma2=("Gemma2", GROUPED | dict(head_dim=16, sliding_window=4, final_logit_softcapping=0.5)),  # binds
+    gemma2=(
+        "Gemma2",
+        GROUPED | dict(head_dim=16, sliding_window=4, final_logit_softcapping=0.5),
+    ),  # binds
     cohere=("Cohere", GROUPED | dict(logit_scale=0.3)),
     granite=("Granite", GROUPED | dict(logits_scaling=4.0)),
 )
-LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-LINEAR |= dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+LINEAR = dict(
+    linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+LINEAR |= dict(
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+)
 REFUSED = dict(  # state that is no cache of keys and values
     mamba=("Mamba", dict(hidden_size=32, num_hidden_layers=2, state_size=4)),
     lfm2=("Lfm2", GROUPED | dict(layer_types=["conv", "full_attention"])),
-    qwen3_next=("Qwen3Next", GROUPED | dict(head_dim=16, layer_types=["linear_attention", "full_attention"]) | LINEAR),
+    qwen3_next=(
+        "Qwen3Next",
+        GROUPED | dict(head_dim=16, layer_types=["linear_attention", "full_attention"]) | LINEAR,
+    ),
 )
 
 
 def make_lm(kind, seed=0):
     torch.manual_seed(seed)
     name, sizes = (WORK | REFUSED)[kind]
-    lm = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**SIZES, **sizes))
+    lm = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{name}Config")(**SIZES, **sizes)
+    )
     for parameter in lm.parameters():
-        parameter.data *= 5 if parameter.dim() > 1 else 1  # fresh weights give nearly uniform outputs, hiding errors
+        parameter.data *= (
+            5 if parameter.dim() > 1 else 1
+        )  # fresh weights give nearly uniform outputs, hiding errors
     return lm
 
 
@@ -49,7 +69,9 @@ def pad(rows, side):
     """-> ids padded with 1, an EOS as in many real tokenizers, and mask"""
     rows = [tensor(row) for row in rows]
     ids = pad_sequence(rows, batch_first=True, padding_value=1, padding_side=side)
-    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
+    return ids, pad_sequence(
+        [torch.ones_like(row) for row in rows], batch_first=True, padding_side=side
+    )
 
 
 def make_rows(prompts, responses):
@@ -74,7 +96,9 @@ def test_models_whose_cached_steps_are_not_their_forward_pass_are_refused(kind, 
 def test_other_models_train_on_the_log_probs_they_were_sampled_with(kind, tmp_path):
     make_lm(kind).save_pretrained(tmp_path / "model")
     ppo.make_tiny_tokenizer().save_pretrained(tmp_path / "model")
-    options = dict(model_name=str(tmp_path / "model"), max_prompt_length=16, num_iterations=1, temperature=0.7)
+    options = dict(
+        model_name=str(tmp_path / "model"), max_prompt_length=16, num_iterations=1, temperature=0.7
+    )
     metrics = run(ppo, tmp_path / "run", **options)
     assert metrics["rollout/logprob_mismatch"] < 2e-5 and metrics["losses/entropy"] > 0.1
     assert not same(weights(tmp_path / "run"), weights(tmp_path, "model"))
@@ -102,7 +126,9 @@ def test_outputs_are_those_of_the_model_without_padding(kind):
 def test_sampler_gives_the_log_probs_and_values_of_the_training_pass(kind, separate_critic):
     policy = make_policy(kind, range(1, 30), 0.8, separate_critic)
     if separate_critic:
-        policy.critic.load_state_dict(make_lm(kind, seed=1).base_model.state_dict())  # as after some training
+        policy.critic.load_state_dict(
+            make_lm(kind, seed=1).base_model.state_dict()
+        )  # as after some training
     ids, mask = pad([[5, 6, 7], [9, 8, 7, 6, 5, 4], [4], [3, 3]], "left")
     uniforms = torch.rand(4, 12, generator=torch.Generator().manual_seed(1))
     sampled = ppo.generate(policy, ids, mask, 12, uniforms)
@@ -131,7 +157,9 @@ def test_mask_ends_with_the_first_eos_whichever_it_is():
     prompts = pad([[30 + i % 30] for i in range(64)], "left")
     drawn = ppo.generate(make_policy("llama", sorted(eos)), *prompts, 6, uniforms)
     ended = 0
-    for row, mask in zip(drawn["response_ids"].tolist(), drawn["response_mask"].tolist(), strict=True):
+    for row, mask in zip(
+        drawn["response_ids"].tolist(), drawn["response_mask"].tolist(), strict=True
+    ):
         length = sum(mask)
         assert mask == [1] * length + [0] * (6 - length) and not eos & set(row[: length - 1])
         assert length == 6 or row[length - 1] in eos
@@ -144,13 +172,17 @@ def test_every_eos_id_of_a_model_is_known(tmp_path):
     lm.generation_config.eos_token_id = [40, 7]
     for part in (lm, ppo.make_tiny_tokenizer()):
         part.save_pretrained(tmp_path)
-    assert ppo.load_lm(ppo.Args(model_name=str(tmp_path)))[2].tolist() == [1, 7, 40], "the tokenizer's is 1"
+    assert ppo.load_lm(ppo.Args(model_name=str(tmp_path)))[2].tolist() == [1, 7, 40], (
+        "the tokenizer's is 1"
+    )
 
 
 @kinds
 def test_lm_head_sees_response_positions_only(kind):
     policy, seen = make_policy(kind), []
-    policy.lm.get_output_embeddings().register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape))
+    policy.lm.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].shape)
+    )
     policy(make_rows([[5] * 30, [6] * 20], [[7, 8, 1], [1]]))
     assert [tuple(shape) for shape in seen] == [(2, 3, 32)]
 
@@ -160,4 +192,8 @@ def test_separate_critic_starts_from_the_trunk_and_leaves_the_policy_alone():
     assert same(policy.critic.state_dict(), policy.lm.base_model.state_dict())
     policy(make_rows([[5, 6]], [[7, 8, 9]]))[2].sum().backward()
     assert all(parameter.grad is None for parameter in policy.lm.parameters())
-    assert any(parameter.grad.abs().sum() > 0 for parameter in policy.critic.parameters() if parameter.grad is not None)
+    assert any(
+        parameter.grad.abs().sum() > 0
+        for parameter in policy.critic.parameters()
+        if parameter.grad is not None
+    )

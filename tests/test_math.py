@@ -11,14 +11,18 @@ import ppo_v1
 
 
 def close(actual, expected, atol=1e-6):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=1e-6)
+    torch.testing.assert_close(
+        actual, torch.as_tensor(expected, dtype=actual.dtype), atol=atol, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("gamma, gae_lambda", [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (1.0, 0.0)])
 def test_gae_against_a_double_sum(gamma, gae_lambda):
     """A_t = sum_k (gamma lambda)^k delta_{t+k}, written out in O(T^2)."""
     generator = torch.Generator().manual_seed(0)
-    rewards, values = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+    rewards, values = (
+        torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     lengths = [7, 1, 3, 6, 2]
     mask = (torch.arange(7)[None] < tensor(lengths)[:, None]).double()
     advantages = ppo.compute_gae(rewards, values, mask, gamma, gae_lambda)
@@ -34,21 +38,32 @@ def test_gae_against_a_double_sum(gamma, gae_lambda):
 
 def test_every_token_pays_for_its_kl_and_the_last_valid_one_gets_the_score():
     logprobs, ref = tensor([[-1.0, -0.5, -0.2]]), tensor([[-1.2, -0.4, -0.2]])
-    close(ppo.token_rewards(tensor([1.0]), logprobs, ref, torch.ones(1, 3), kl_coef=0.1), [[-0.02, 0.01, 1.0]])
+    close(
+        ppo.token_rewards(tensor([1.0]), logprobs, ref, torch.ones(1, 3), kl_coef=0.1),
+        [[-0.02, 0.01, 1.0]],
+    )
     close(ppo.k3_kl(logprobs, ref), [[0.0187308, 0.0051709, 0.0]])
     zero, mask = torch.zeros(3, 3), tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1]])
-    close(ppo.token_rewards(tensor([1.0, 2.0, 3.0]), zero, zero, mask, kl_coef=0.1), [[0, 1, 0], [2, 0, 0], [0, 0, 3]])
+    close(
+        ppo.token_rewards(tensor([1.0, 2.0, 3.0]), zero, zero, mask, kl_coef=0.1),
+        [[0, 1, 0], [2, 0, 0], [0, 0, 3]],
+    )
 
 
 def test_whiten():
-    close(ppo.whiten(tensor([[1.0, 2, 3, 50]]), tensor([[1.0, 1, 1, 0]])), [[-1.2247449, 0, 1.2247449, 0]])
+    close(
+        ppo.whiten(tensor([[1.0, 2, 3, 50]]), tensor([[1.0, 1, 1, 0]])),
+        [[-1.2247449, 0, 1.2247449, 0]],
+    )
     close(ppo.whiten(tensor([[7.0, 3]]), tensor([[1.0, 0]])), [[0.0, 0.0]])  # one valid token
 
 
 def surrogate(advantage, ratio, *clip, script=ppo):
     """-> loss, its gradient, whether the clip binds, of one token"""
     new = tensor([[math.log(ratio)]], requires_grad=True)
-    loss, clipped = script.policy_loss(new, torch.zeros(1, 1), tensor([[float(advantage)]]), *(clip or (0.2, 0.2)))
+    loss, clipped = script.policy_loss(
+        new, torch.zeros(1, 1), tensor([[float(advantage)]]), *(clip or (0.2, 0.2))
+    )
     loss.sum().backward()
     return loss.item(), new.grad.item(), bool(clipped)
 
@@ -71,7 +86,9 @@ def test_dual_clip_and_clip_higher():
 
 
 def test_value_clip():
-    close(ppo.value_loss(tensor([[1.0]]), tensor([[0.5]]), tensor([[1.2]]), clip_coef=0.2), [[0.125]])
+    close(
+        ppo.value_loss(tensor([[1.0]]), tensor([[0.5]]), tensor([[1.2]]), clip_coef=0.2), [[0.125]]
+    )
 
 
 def rows(logprobs, advantages, mask):
@@ -100,7 +117,10 @@ def test_micro_batches_add_up():
     mask, new = tensor([[1.0, 0, 0], [1, 1, 1]]), tensor([[0.1, 0, 0], [0.05, 0.1, -0.1]])
     mb = rows(torch.zeros(2, 3), tensor([[1.0, 1, 1], [-1, -1, -1]]), mask)
     whole = loss_of(new, mb, mask.sum())
-    parts = [loss_of(new[i : i + 1], {k: x[i : i + 1] for k, x in mb.items()}, mask.sum()) for i in range(2)]
+    parts = [
+        loss_of(new[i : i + 1], {k: x[i : i + 1] for k, x in mb.items()}, mask.sum())
+        for i in range(2)
+    ]
     surrogates = (-math.exp(0.1) + math.exp(0.05) + math.exp(0.1) + math.exp(-0.1)) / 4
     close(whole[0], surrogates + 0.3 * 0.5 * 0.1**2 - 0.02 * 0.5)
     for together, a, b in zip(whole, *parts, strict=True):
@@ -111,19 +131,26 @@ def test_explained_variance():
     returns, mask = tensor([[1.0, 2, 3, 99]]), tensor([[1.0, 1, 1, 0]])
     assert ppo.explained_variance(returns, returns, mask) == pytest.approx(1.0)
     assert ppo.explained_variance(torch.zeros(1, 4), returns, mask) == pytest.approx(0.0)
-    assert ppo.explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # residual 2R: 4 x the variance
+    assert ppo.explained_variance(-returns, returns, mask) == pytest.approx(
+        -3.0
+    )  # residual 2R: 4 x the variance
 
 
 def test_sample_token_follows_the_distribution():
     logits = tensor([[0.0, math.log(2), -math.inf, math.log(5)]])  # 1/8, 2/8, 0, 5/8
     tokens = ppo.sample_token(logits.expand(8000, 4), (torch.arange(8000) + 0.5) / 8000)
     close(torch.bincount(tokens, minlength=4).float() / 8000, [1 / 8, 2 / 8, 0, 5 / 8], atol=2e-4)
-    assert ppo.sample_token(logits, tensor([1 - 1e-9])).item() == 3  # the upper end stays inside the vocabulary
+    assert (
+        ppo.sample_token(logits, tensor([1 - 1e-9])).item() == 3
+    )  # the upper end stays inside the vocabulary
 
 
 def test_token_logprobs_in_chunks_equal_the_whole_gradient_included():
     generator = torch.Generator().manual_seed(0)
-    logits, ids = torch.randn(7, 3, 50, generator=generator), torch.randint(50, (7, 3), generator=generator)
+    logits, ids = (
+        torch.randn(7, 3, 50, generator=generator),
+        torch.randint(50, (7, 3), generator=generator),
+    )
 
     def outputs(function, *rest):
         leaf = logits.clone().requires_grad_()
@@ -143,4 +170,6 @@ def test_token_logprobs_in_chunks_equal_the_whole_gradient_included():
 def test_adaptive_kl_by_hand():
     assert ppo_v1.adapt_kl_coef(0.2, 9.0, 6.0, 10_000, 256) == pytest.approx(0.201024, abs=1e-9)
     assert ppo_v1.adapt_kl_coef(0.2, 0.0, 6.0, 10_000, 256) == pytest.approx(0.198976, abs=1e-9)
-    assert ppo_v1.adapt_kl_coef(0.2, 6.6, 6.0, 10_000, 1000) == pytest.approx(0.202, abs=1e-9)  # error .1, not clipped
+    assert ppo_v1.adapt_kl_coef(0.2, 6.6, 6.0, 10_000, 1000) == pytest.approx(
+        0.202, abs=1e-9
+    )  # error .1, not clipped

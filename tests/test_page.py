@@ -39,9 +39,13 @@ def test_every_link_resolves(page):
     for path, line, name in set(re.findall(r'href="\.\./([^"#]+)(?:#L(\d+)">(\w+))?', page)):
         lines = (ROOT / path).read_text().splitlines()
         if line and name not in ("line", "imports", "constants", "main"):
-            assert any(re.match(rf"(def|class) {name}\b", text) for text in lines[: int(line) + 4]), (path, line, name)
+            assert any(
+                re.match(rf"(def|class) {name}\b", text) for text in lines[: int(line) + 4]
+            ), (path, line, name)
     papers = re.findall(r'href="(https?:[^"]+)', page)
-    assert papers and all(re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}(v\d)?", link) for link in papers)
+    assert papers and all(
+        re.fullmatch(r"https://arxiv\.org/abs/\d{4}\.\d{5}(v\d)?", link) for link in papers
+    )
 
 
 @pytest.mark.parametrize("parent, child", CHILDREN)
@@ -56,9 +60,17 @@ def test_every_change_is_shown_under_its_marker(page, parent, child):
     shown = {int(n) for n in re.findall(r'class="line add"><s>(\d+)', section(page, child))}
     assert added <= shown <= {i + 1 for sign, i in diff if sign == "+"}
     for marker in markers:
-        part = re.search(rf'<h3 id="{marker.replace(": ", "-")}">.*?(?=<h3|$)', section(page, child), re.S)[0]
-        marked = {i + 1 for i, line in enumerate(b) if i > end and re.search(rf"# (.*; )?{marker}\b", line)}
-        assert marked and marked <= {int(n) for n in re.findall(r'class="line add"><s>(\d+)', part)}, marker
+        part = re.search(
+            rf'<h3 id="{marker.replace(": ", "-")}">.*?(?=<h3|$)', section(page, child), re.S
+        )[0]
+        marked = {
+            i + 1
+            for i, line in enumerate(b)
+            if i > end and re.search(rf"# (.*; )?{marker}\b", line)
+        }
+        assert marked and marked <= {
+            int(n) for n in re.findall(r'class="line add"><s>(\d+)', part)
+        }, marker
 
 
 CHECK = """<iframe id=f height=844 src=page.html></iframe><script>f.width = WIDTH; f.onload = () => {
@@ -81,7 +93,9 @@ def test_in_a_browser(page, tmp_path, width):
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --window-size=1500,1000".split()
     flags += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
     url = (tmp_path / "check.html").as_uri()
-    shown = subprocess.run([chromium, *flags, url], capture_output=True, text=True, timeout=120).stdout
+    shown = subprocess.run(
+        [chromium, *flags, url], capture_output=True, text=True, timeout=120
+    ).stdout
     found = json.loads(html.unescape(re.search(r"<body>(.*?)</body>", shown, re.S)[1]))
     assert found["width"] <= width, "nothing but code scrolls sideways"
     assert abs(found["top"]) < 5 and found["opened"] > 40 and min(found["images"]) > 100

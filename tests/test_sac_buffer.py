@@ -7,14 +7,25 @@ from sac_hybrid import ActionLayout, Args, FrameBuffer, sample_batch
 
 FRAME = [("image", "u1", (2, 2, 3)), ("wrist", "u1", (1, 2, 3)), ("state", "f4", (2,))]
 SCALARS = ("rewards", "masks", "grasp_penalty")
-RECORD = np.dtype([("obs", FRAME), ("next_obs", FRAME), ("actions", "f4", (3,)), *((name, "f4") for name in SCALARS)])
+RECORD = np.dtype(
+    [
+        ("obs", FRAME),
+        ("next_obs", FRAME),
+        ("actions", "f4", (3,)),
+        *((name, "f4") for name in SCALARS),
+    ]
+)
 
 
 def record(start: int, end: int):
     """All keys of one moment tell its number."""
     row = np.zeros((), RECORD)
     for view, number in (("obs", start), ("next_obs", end)):
-        row[view]["image"] = row[view]["wrist"] = [number % 256, number // 256 % 256, number // 65536]
+        row[view]["image"] = row[view]["wrist"] = [
+            number % 256,
+            number // 256 % 256,
+            number // 65536,
+        ]
         row[view]["state"] = number
     row["actions"], row["grasp_penalty"] = start, -start
     return row
@@ -24,7 +35,10 @@ def pairs(buffer, n=400, seed=0):
     slots, following = buffer.sample(n, np.random.default_rng(seed))
     for view in (slots["obs"], following):  # every key is of the same moment
         for key in ("image", "wrist"):
-            assert (view[key].reshape(n, -1, 3)[:, 0].astype(int) @ [1, 256, 65536] == view["state"][:, 0]).all()
+            assert (
+                view[key].reshape(n, -1, 3)[:, 0].astype(int) @ [1, 256, 65536]
+                == view["state"][:, 0]
+            ).all()
     starts = slots["obs"]["state"][:, 0].astype(int)
     assert (slots["actions"][:, 1] == starts).all() and (slots["grasp_penalty"] == -starts).all()
     return set(zip(starts.tolist(), following["state"][:, 0].astype(int).tolist(), strict=True))
@@ -36,8 +50,17 @@ def test_a_gap_or_an_end_costs_one_frame_more():
         buffer.insert(record(step, step + 1))
     assert pairs(buffer) == {(5, 6), (6, 7), (10, 11), (11, 12)}
     assert len(buffer) == 4 and buffer.written == 6  # N + E frames
-    image = [("image", "u1", (64, 64, 3))]  # a frame is stored once: 200 000 take 2.46 GB, not yet touched
-    row = np.dtype([("obs", image), ("next_obs", image), ("actions", "f4", (7,)), *((name, "f4") for name in SCALARS)])
+    image = [
+        ("image", "u1", (64, 64, 3))
+    ]  # a frame is stored once: 200 000 take 2.46 GB, not yet touched
+    row = np.dtype(
+        [
+            ("obs", image),
+            ("next_obs", image),
+            ("actions", "f4", (7,)),
+            *((name, "f4") for name in SCALARS),
+        ]
+    )
     assert FrameBuffer(200_000, row).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)
 
 
@@ -56,7 +79,10 @@ def test_random_inserts_against_naive(capacity, seed):
         if i % 499 == 0 or i == 2_999:
             alive = {(start, end) for start, end, at in naive if at - 1 > written - capacity}
             assert len(buffer) == len(alive) and pairs(buffer, 20 * capacity, seed=i) <= alive
-            starts, state = np.flatnonzero(buffer.starts), buffer.slots["obs"]["state"][:, 0].astype(int)
+            starts, state = (
+                np.flatnonzero(buffer.starts),
+                buffer.slots["obs"]["state"][:, 0].astype(int),
+            )
             stored = [state[slots % capacity].tolist() for slots in (starts, starts + 1)]
             assert set(zip(*stored, strict=True)) == alive
 
@@ -90,8 +116,12 @@ def test_a_batch_has_always_b_rows_the_last_of_them_demos():
     assert sample_batch(args, empty, demo, layout, 0, "cpu")["is_demo"].all()
     batch = sample_batch(args, online, demo, layout, 0, "cpu")
     assert batch["is_demo"].tolist() == [False] * 5 + [True] * 4
-    assert batch["obs"]["state"][:, 0].tolist() == [1] * 5 + [7] * 4 == batch["actions"][:, 1].tolist()
-    assert batch["actions"].shape == (9, 2) and batch["grasps"].tolist() == [2] * 9  # 1 and 7 both say: open
+    assert (
+        batch["obs"]["state"][:, 0].tolist() == [1] * 5 + [7] * 4 == batch["actions"][:, 1].tolist()
+    )
+    assert (
+        batch["actions"].shape == (9, 2) and batch["grasps"].tolist() == [2] * 9
+    )  # 1 and 7 both say: open
     cloned = sample_batch(Args(batch_size=9, algorithm="bc"), online, demo, layout, 0, "cpu")
     assert cloned["is_demo"].all()
 
@@ -101,7 +131,9 @@ def test_a_batch_is_a_function_of_seed_and_update_and_shifts_both_views():
     for step in range(100):
         rb.insert(record(3 * step, 3 * step + 1))
     draw = lambda update, **o: sample_batch(Args(**o), rb, empty, layout, update, "cpu")  # noqa: E731
-    assert (draw(4)["rewards"] == draw(4)["rewards"]).all() and (draw(4)["actions"] != draw(5)["actions"]).any()
+    assert (draw(4)["rewards"] == draw(4)["rewards"]).all() and (
+        draw(4)["actions"] != draw(5)["actions"]
+    ).any()
     assert (draw(4)["actions"] != draw(4, seed=2)["actions"]).any()
     plain, shifted = draw(4), draw(4, augment_pad=1)
     for view in ("obs", "next_obs"):

@@ -32,7 +32,11 @@ def check_equal(records):
         for name, source in (("obs", "observations"), ("next_obs", "next_observations")):
             assert all((record[name][key] == demo[source][key]).all() for key in ("image", "state"))
         assert (record["actions"] == demo["actions"]).all()
-        assert (record["rewards"], record["masks"], record["dones"]) == (demo["rewards"], demo["masks"], demo["dones"])
+        assert (record["rewards"], record["masks"], record["dones"]) == (
+            demo["rewards"],
+            demo["masks"],
+            demo["dones"],
+        )
 
 
 def dump(path, value, protocol=5):
@@ -46,15 +50,22 @@ def test_every_protocol_and_npz(tmp_path):
     columns = {name: np.stack(column) for name, column in load_pickle(pickle.dumps(DEMOS)).items()}
     np.savez(tmp_path / "demo.npz", **columns)
     check_equal(read(tmp_path / "demo.npz"))
-    for name, actions in (("objects", np.array([object()] * len(DEMOS))), ("short", columns["actions"][:-1])):
+    for name, actions in (
+        ("objects", np.array([object()] * len(DEMOS))),
+        ("short", columns["actions"][:-1]),
+    ):
         np.savez(tmp_path / f"{name}.npz", **columns | {"actions": actions})
         refused(tmp_path / f"{name}.npz")
 
 
 def test_units_scalars_and_order(tmp_path):
-    robot = Robot(Args(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper"), human=False)  # torque -2 to 2
+    robot = Robot(
+        Args(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper"), human=False
+    )  # torque -2 to 2
     state, path = np.zeros(3, np.float32), tmp_path / "demo.pkl"
-    row = dict(observations=state, next_observations=state, rewards=np.float64(0), dones=np.bool_(False))
+    row = dict(
+        observations=state, next_observations=state, rewards=np.float64(0), dones=np.bool_(False)
+    )
     records = read(dump(path, [row | dict(actions=np.float32([u])) for u in (1, -2, 9)]), robot)
     assert records["actions"][:, 0].tolist() == [0.5, -1, 1]
     image = np.asfortranarray(DEMOS[0]["observations"]["image"])
@@ -84,9 +95,23 @@ class Evil:
 def hostile_pickles(canary):
     """By hand and by __reduce__, in every protocol, at the top and deep inside."""
     shell = f"touch {canary}"
-    calls = [Evil(os.system, shell), Evil(eval, f"open({canary!r}, 'w')"), Evil(exec, f"open({canary!r}, 'w')")]
-    calls += [Evil(getattr, "x", "upper"), Evil(np.load, canary), Evil(np.memmap, canary, "u1", "w+", 0, (1,))]
-    calls += [Evil(print, "x"), Evil(bytearray, 10), Evil(os.putenv, "A", "B"), Path("/x"), Evil(__import__, "this")]
+    calls = [
+        Evil(os.system, shell),
+        Evil(eval, f"open({canary!r}, 'w')"),
+        Evil(exec, f"open({canary!r}, 'w')"),
+    ]
+    calls += [
+        Evil(getattr, "x", "upper"),
+        Evil(np.load, canary),
+        Evil(np.memmap, canary, "u1", "w+", 0, (1,)),
+    ]
+    calls += [
+        Evil(print, "x"),
+        Evil(bytearray, 10),
+        Evil(os.putenv, "A", "B"),
+        Path("/x"),
+        Evil(__import__, "this"),
+    ]
     for call in calls:
         for protocol in range(6):
             nested = [DEMOS[0] | {"rewards": call}, [call], {"a": call}, (call,)]
@@ -94,7 +119,13 @@ def hostile_pickles(canary):
     yield f"cposix\nsystem\n(S'{shell}'\ntR.".encode()
     yield f"(S'{shell}'\niposix\nsystem\n.".encode()  # INST
     yield f"(cposix\nsystem\nS'{shell}'\no.".encode()  # OBJ
-    yield b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + b"\x8c" + bytes([len(shell)]) + shell.encode() + b"\x85R."
+    yield (
+        b"\x80\x04\x8c\x05posix\x8c\x06system\x93"
+        + b"\x8c"
+        + bytes([len(shell)])
+        + shell.encode()
+        + b"\x85R."
+    )
     yield b"\x80\x04\x8c\x05numpy\x8c\x10f2py.main.system\x93."  # dotted names
     yield b"cnumpy._core.multiarray\n_reconstruct\n(cposix\nsystem\n(I0\ntS'b'\ntR."
     yield b"\x82\x01."  # EXT1
@@ -106,17 +137,32 @@ def hostile_pickles(canary):
     head = b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I0\ntC\x01btR"
     yield head + b"(I1\n(I9999999999\nt(cnumpy\ndtype\n(S'O8'\nI0\nI1\ntRtI00\n]tb."
     yield head + b"(I1\n(I9999999999\ntcnumpy\ndtype\n(S'f8'\nI0\nI1\ntRI00\nC\x04abcdtb."
-    lists = [0.0] * 10  # a few hundred bytes that would become gigabytes: nested lists, one array named often
+    lists = [
+        0.0
+    ] * 10  # a few hundred bytes that would become gigabytes: nested lists, one array named often
     for _ in range(8):
         lists = [lists] * 10
     yield pickle.dumps([DEMOS[0] | {"actions": lists}])
-    yield pickle.dumps([{"rewards": 0.0, "actions": np.zeros(10**5)}] * 100 + [{"x": DEMOS[0]["actions"]}] * 10**4)
+    yield pickle.dumps(
+        [{"rewards": 0.0, "actions": np.zeros(10**5)}] * 100 + [{"x": DEMOS[0]["actions"]}] * 10**4
+    )
 
 
 def test_hostile_pickles_do_nothing(tmp_path):
     events, armed, canary, path = [], [False], tmp_path / "canary", tmp_path / "demo.pkl"
-    watched = ("os.system", "subprocess.Popen", "exec", "compile", "import", "os.putenv", "ctypes.dlopen", "os.remove")
-    sys.addaudithook(lambda event, args: events.append((event, args)) if armed[0] and event in watched else None)
+    watched = (
+        "os.system",
+        "subprocess.Popen",
+        "exec",
+        "compile",
+        "import",
+        "os.putenv",
+        "ctypes.dlopen",
+        "os.remove",
+    )
+    sys.addaudithook(
+        lambda event, args: events.append((event, args)) if armed[0] and event in watched else None
+    )
     for data in hostile_pickles(str(canary)):
         path.write_bytes(data)
         armed[0] = True
@@ -134,8 +180,12 @@ def test_mutations_are_read_or_refused(tmp_path):
         data = bytearray(sources[trial % 4])
         if trial % 5 == 0:
             del data[int(rng.integers(len(data))) :]
-        for _ in range(rng.integers(1, 20)):  # the first bytes hold most of the structure, the middle pixels
-            data[int(rng.integers(len(data) if rng.random() < 0.3 else min(400, len(data))))] = rng.integers(256)
+        for _ in range(
+            rng.integers(1, 20)
+        ):  # the first bytes hold most of the structure, the middle pixels
+            data[int(rng.integers(len(data) if rng.random() < 0.3 else min(400, len(data))))] = (
+                rng.integers(256)
+            )
         path.write_bytes(bytes(data))
         try:
             outcomes[0] += len(read(path)) > 0

@@ -17,7 +17,9 @@ from conftest import metrics_without_times as rows
 import sac_hybrid
 from sac_hybrid import MODES, Args, BarWorld, Link, Robot, SACHybridAgent, evaluate_robot, main
 
-TINY = dict(max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3)
+TINY = dict(
+    max_steps=60, training_starts=20, eval_episodes=1, report_episodes=1, batch_size=8, num_demos=3
+)
 TINY |= dict(hidden_size=16, log_interval=15, intervention_steps=100, device="cpu", eval_every=30)
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
 COMMAND = [sys.executable, str(ROOT / "sac_hybrid.py"), *FLAGS]
@@ -45,7 +47,9 @@ def test_expert_human_and_chance(mode):
     """Who teaches always gets there, the human in twice the time of the expert; chance never does."""
     env, rng = BarWorld(mode, "expert"), np.random.default_rng(0)
     success, expert_steps = play(env, env.human, 50)
-    assert success == 1 and play(env, lambda: rng.uniform(-1, 1, env.action_space.shape), 50)[0] == 0
+    assert (
+        success == 1 and play(env, lambda: rng.uniform(-1, 1, env.action_space.shape), 50)[0] == 0
+    )
     env = BarWorld(mode)
     success, steps = play(env, env.human, 50)
     assert success >= 0.9 and steps > 1.8 * expert_steps
@@ -117,14 +121,29 @@ class Faulty(ScriptedHuman):
 
 def own(tmp_path, name, source=OWN, **options):
     (tmp_path / "own.py").write_text(source)
-    small = dict(encoder="softmax", hidden_size=16, batch_size=8, training_starts=5, random_steps=0, log_interval=10)
-    small |= dict(device="cpu", max_steps=10, eval_episodes=0, report_episodes=0, run_dir=str(tmp_path / "run"))
+    small = dict(
+        encoder="softmax",
+        hidden_size=16,
+        batch_size=8,
+        training_starts=5,
+        random_steps=0,
+        log_interval=10,
+    )
+    small |= dict(
+        device="cpu",
+        max_steps=10,
+        eval_episodes=0,
+        report_episodes=0,
+        run_dir=str(tmp_path / "run"),
+    )
     return Args(env_id=f"{tmp_path}/own.py:{name}", **small | options)
 
 
 def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
     buffers, init = [], sac_hybrid.FrameBuffer.__init__
-    monkeypatch.setattr(sac_hybrid.FrameBuffer, "__init__", lambda s, *a: (init(s, *a), buffers.append(s))[0])
+    monkeypatch.setattr(
+        sac_hybrid.FrameBuffer, "__init__", lambda s, *a: (init(s, *a), buffers.append(s))[0]
+    )
     metrics = main(own(tmp_path, "ScriptedHuman"))
     assert (metrics["buffer/online_size"], metrics["buffer/demo_size"]) == (10, 3)
     assert (metrics["charts/intervention_steps"], metrics["charts/intervention_count"]) == (3, 2)
@@ -134,7 +153,9 @@ def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
         steps = rows["obs"]["proprio"][:, 0].astype(int).tolist()
         assert steps == expected and (rows["masks"] == 1).all(), "a time limit bootstraps"
         human = [set(rows["actions"][steps.index(step)].tolist()) for step in (3, 4, 7)]
-        assert human == [{-0.75}, {-1.0}, {-0.75}], "the human's action is what is stored, clipped to the box"
+        assert human == [{-0.75}, {-1.0}, {-0.75}], (
+            "the human's action is what is stored, clipped to the box"
+        )
     rows, held = buffers[0].slots[np.flatnonzero(buffers[0].starts)], 0.0
     for row in rows:  # on the executed toggle, whoever made it
         now = row["actions"][6] if round(float(row["actions"][6])) else held
@@ -157,13 +178,17 @@ def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name), human=False)
         agent = SACHybridAgent(*robot.dims, "cpu", robot.args, *robot.sizes)
-        assert bool(evaluate_robot(agent, robot, 0, 3)) == counted  # nothing left: the policy is not judged
+        assert (
+            bool(evaluate_robot(agent, robot, 0, 3)) == counted
+        )  # nothing left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
     assert "eval/success_rate" not in metrics and (tmp_path / "run" / "final_model.pth").exists()
 
 
-@pytest.mark.parametrize("fault, error", [("raise", ZeroDivisionError), ("nan", ValueError), ("reward", ValueError)])
+@pytest.mark.parametrize(
+    "fault, error", [("raise", ZeroDivisionError), ("nan", ValueError), ("reward", ValueError)]
+)
 def test_an_arm_that_fails_costs_nothing_that_was_learned(fault, error, tmp_path):
     source = OWN.replace('"raise", 0', f'"{fault}", 0')
     with pytest.raises(error):
@@ -176,7 +201,12 @@ def test_an_arm_that_fails_costs_nothing_that_was_learned(fault, error, tmp_path
 
 def test_image_only_demos_of_the_manual_train(tmp_path, capsys):
     image, action = np.zeros((8, 8, 3), np.uint8), np.zeros(7, np.float32)
-    row = dict(observations={"image": image}, actions=action, next_observations={"image": image}, rewards=0.0)
+    row = dict(
+        observations={"image": image},
+        actions=action,
+        next_observations={"image": image},
+        rewards=0.0,
+    )
     (tmp_path / "demo.pkl").write_bytes(pickle.dumps([row | dict(masks=1.0, dones=False)] * 5))
     main(own(tmp_path, "Polite", demo_paths=(str(tmp_path / "demo.pkl"),)))
     assert "the demos do not have ['proprio']" in capsys.readouterr().out
@@ -184,8 +214,17 @@ def test_image_only_demos_of_the_manual_train(tmp_path, capsys):
 
 
 def test_a_gymnasium_environment_with_box_observations(tmp_path):
-    sizes = dict(hidden_size=16, batch_size=8, max_steps=30, training_starts=10, random_steps=5, num_critics=10)
-    options = dict(setup_mode="single-arm-fixed-gripper", eval_episodes=0, report_episodes=1, device="cpu")
+    sizes = dict(
+        hidden_size=16,
+        batch_size=8,
+        max_steps=30,
+        training_starts=10,
+        random_steps=5,
+        num_critics=10,
+    )
+    options = dict(
+        setup_mode="single-arm-fixed-gripper", eval_episodes=0, report_episodes=1, device="cpu"
+    )
     metrics = main(Args(env_id="Pendulum-v1", run_dir=str(tmp_path / "run"), **sizes, **options))
     assert metrics["eval/episodic_length"] == 200 and metrics["charts/updates"] == 20
     with pytest.raises(SystemExit, match="Discrete"):
@@ -197,7 +236,9 @@ def test_a_gymnasium_environment_with_box_observations(tmp_path):
 def test_every_mode_trains(mode, tmp_path):
     metrics = main(Args(**TINY, setup_mode=mode, run_dir=str(tmp_path / "run")))
     losses = [v for k, v in metrics.items() if k.startswith("losses/")]
-    assert np.isfinite(losses).all() and ("losses/grasp_critic_loss" in metrics) == mode.endswith("learned-gripper")
+    assert np.isfinite(losses).all() and ("losses/grasp_critic_loss" in metrics) == mode.endswith(
+        "learned-gripper"
+    )
     names = {path.name for path in (tmp_path / "run").iterdir()}
     written = {"args.json", "metrics.jsonl", "summary.json", "curves.png"}
     assert names == written | {"latest.pth", "checkpoint_60.pth", "final_model.pth"}
@@ -205,7 +246,9 @@ def test_every_mode_trains(mode, tmp_path):
 
 def test_hg_dagger_clones_the_human_it_meets(tmp_path):
     metrics = main(Args(**TINY, algorithm="bc", run_dir=str(tmp_path / "run")))
-    assert metrics["buffer/demo_rows"] == 8 and "losses/critic_loss" not in metrics  # all rows, no reinforcement
+    assert (
+        metrics["buffer/demo_rows"] == 8 and "losses/critic_loss" not in metrics
+    )  # all rows, no reinforcement
     demos = len(sac_hybrid.make_demos(Args(**TINY), 3))
     assert metrics["buffer/demo_size"] - demos == metrics["charts/intervention_steps"] > 0
 
@@ -226,7 +269,11 @@ def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypa
     def judge(agent, robot, first_seed, episodes):
         asked.append((agent.updates, first_seed))
         success, length = next(scores)
-        return {"eval/success_rate": success, "eval/episodic_return": success, "eval/episodic_length": length}
+        return {
+            "eval/success_rate": success,
+            "eval/episodic_return": success,
+            "eval/episodic_length": length,
+        }
 
     monkeypatch.setattr(sac_hybrid, "evaluate_robot", judge)
     metrics = main(Args(**TINY | dict(eval_every=15), run_dir=str(tmp_path / "run")))
@@ -262,14 +309,19 @@ def test_snapshots_are_never_half_updated():
         param.data.add_(1)
         assert torch.equal(link.weights, held)
     link.publish(agent)
-    assert torch.equal(before, held) and torch.allclose(link.weights, held + 1), "replaced, never changed"
+    assert torch.equal(before, held) and torch.allclose(link.weights, held + 1), (
+        "replaced, never changed"
+    )
 
 
 # --- resume ---
 @pytest.mark.parametrize("name", ["checkpoint_", "latest"])
 def test_killed_inside_a_save_and_resumed_is_the_uninterrupted_run(name, tmp_path):
     """SIGKILL before the file gets its name; at random actions, inside an episode, images shifted."""
-    options, killed = TINY | dict(save_every=20, random_steps=45, augment_pad=2), tmp_path / "killed"
+    options, killed = (
+        TINY | dict(save_every=20, random_steps=45, augment_pad=2),
+        tmp_path / "killed",
+    )
 
     def die():
         die_while_saving(name, 2, "before")
@@ -281,14 +333,21 @@ def test_killed_inside_a_save_and_resumed_is_the_uninterrupted_run(name, tmp_pat
     main(Args(**options, run_dir=str(killed), resume=True))
     main(Args(**options, run_dir=str(tmp_path / "whole")))
     assert rows(killed) == rows(tmp_path / "whole")
-    one, two = (torch.load(folder / "latest.pth")["agent"] for folder in (killed, tmp_path / "whole"))
-    moments = [[o["state"][0]["exp_avg_sq"] for o in agent["_extra_state"]["optimizers"]] for agent in (one, two)]
+    one, two = (
+        torch.load(folder / "latest.pth")["agent"] for folder in (killed, tmp_path / "whole")
+    )
+    moments = [
+        [o["state"][0]["exp_avg_sq"] for o in agent["_extra_state"]["optimizers"]]
+        for agent in (one, two)
+    ]
     assert same(one, two) and all(map(torch.equal, *moments))
 
 
 def test_ctrl_c_saves_and_resumes(tmp_path):
     run = tmp_path / "run"
-    process = subprocess.Popen([*COMMAND, "--max-steps", "120", "--run-dir", run], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*COMMAND, "--max-steps", "120", "--run-dir", run], stdout=subprocess.PIPE, text=True
+    )
     while not (run / "metrics.jsonl").exists() or not rows(run):
         assert process.poll() is None
         time.sleep(0.005)
@@ -304,11 +363,25 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
 
 # --- ranks ---
 def test_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *COMMAND[1:]]
-    run = subprocess.run([*command, "--run-dir", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        *COMMAND[1:],
+    ]
+    run = subprocess.run(
+        [*command, "--run-dir", "run"], capture_output=True, text=True, cwd=tmp_path, timeout=300
+    )
     assert run.returncode == 0, run.stderr
     last = rows(tmp_path / "run")[-2]
-    assert last["global_step"] == 60 and last["charts/updates"] == 80 and last["buffer/online_size"] == 60
+    assert (
+        last["global_step"] == 60
+        and last["charts/updates"] == 80
+        and last["buffer/online_size"] == 60
+    )
     assert last["charts/intervention_steps"] > 0  # the human's flag crossed the wire
 
 
@@ -316,16 +389,26 @@ def test_torchrun(tmp_path):
 def test_create_data_and_full_test_use_both_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(Args(create_data=True)) == {}
-    success, failure = (sac_hybrid.load_columns(f"test_data/{name}_demo.pkl") for name in ("success", "failure"))
+    success, failure = (
+        sac_hybrid.load_columns(f"test_data/{name}_demo.pkl") for name in ("success", "failure")
+    )
     assert sum(success["rewards"]) == sum(success["dones"]) == 10 and sum(failure["rewards"]) == 0
     metrics = main(Args(**TINY | dict(num_demos=3), test="full", run_dir="run"))
-    assert metrics["buffer/online_size"] == 60 + len(sac_hybrid.load_columns("test_data/failure_demo.pkl")["rewards"])
+    assert metrics["buffer/online_size"] == 60 + len(
+        sac_hybrid.load_columns("test_data/failure_demo.pkl")["rewards"]
+    )
 
 
 def test_the_command_line(capsys):
     main(Args(test="quick", device="cpu"))
     shown = capsys.readouterr().out
-    for name in ("critic_loss", "grasp_critic_loss", "actor_loss", "alpha_loss", "alpha"):  # the manual: they are shown
+    for name in (
+        "critic_loss",
+        "grasp_critic_loss",
+        "actor_loss",
+        "alpha_loss",
+        "alpha",
+    ):  # the manual: they are shown
         assert f" {name} " in shown or f"] {name} " in shown
     assert "without human: success_rate" in shown
     manual = "--demo_paths /path/to/demo1.pkl /path/to/demo2.pkl --image_keys image"

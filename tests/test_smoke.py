@@ -46,13 +46,19 @@ def test_main_trains_and_fills_a_folder_that_no_other_run_overwrites(name, tmp_p
     metrics = script.main(script.Args(**options, run_dir=str(folder)))
     assert all(math.isfinite(value) for value in metrics.values())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["global_step"] for row in rows] == [0, 8, 16, 24] and all("time" in row for row in rows)
+    assert [row["global_step"] for row in rows] == [0, 8, 16, 24] and all(
+        "time" in row for row in rows
+    )
     assert [i for i, row in enumerate(rows) if "eval/score" in row] == [0, 2, 3]
-    assert all(row["rollout/logprob_mismatch"] < 1e-5 and row["losses/grad_norm"] > 0 for row in rows[1:])
+    assert all(
+        row["rollout/logprob_mismatch"] < 1e-5 and row["losses/grad_norm"] > 0 for row in rows[1:]
+    )
     config = json.loads((folder / "args.json").read_text())
     assert config["batch_size"] == 8 and config["torch"] == torch.__version__ and config["argv"]
     assert json.loads((folder / "summary.json").read_text())["eval/score"] == rows[-1]["eval/score"]
-    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG" and (folder / "curves.png").stat().st_size > 20_000
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG" and (
+        folder / "curves.png"
+    ).stat().st_size > 20_000
     assert AutoModelForCausalLM.from_pretrained(folder / "final_model").config.hidden_size == 64
     assert AutoTokenizer.from_pretrained(folder / "final_model")("12=").input_ids
     run(script, tmp_path / "other", num_iterations=1)
@@ -73,17 +79,31 @@ def test_command_line_prints_plain_status_lines(name, last, run_script):
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert len(lines) == 3 and "eval/score" in done.stdout.splitlines()[-1]
     for line in lines:
-        assert re.fullmatch(r"\[\d/3\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d" + last, line), line
+        assert re.fullmatch(r"\[\d/3\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d" + last, line), (
+            line
+        )
 
 
 def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
     """The real launcher; 5 rows drawn, so that ranks and micro-batches have uneven shares."""
-    options = REPLAY | dict(num_iterations=2, replay_sample_size=5, gradient_accumulation_steps=2, learning_rate=1e-4)
+    options = REPLAY | dict(
+        num_iterations=2, replay_sample_size=5, gradient_accumulation_steps=2, learning_rate=1e-4
+    )
     run(ppo_v2, tmp_path / "one", **options)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", ROOT / "ppo_v2.py"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        ROOT / "ppo_v2.py",
+    ]
     words += [*flags(**options, run_dir=tmp_path / "two"), "--fsdp"]
     environment = os.environ | dict(OMP_NUM_THREADS="1")
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[2/2] PL:") == 1, "one voice"
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
@@ -124,13 +144,17 @@ BAD = {  # flags that make no sense, options that would be ignored among them; t
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_bad_value_exits_with_2_names_the_option_and_writes_nothing(name, capsys, tmp_path, monkeypatch):
+def test_a_bad_value_exits_with_2_names_the_option_and_writes_nothing(
+    name, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for case in re.split(r"[|\n]", BAD[name] + "| --no-such-flag 1"):
         with pytest.raises(SystemExit) as stop:
             tyro.cli(importlib.import_module(name).Args, args=case.split())
         assert stop.value.code == 2 and not list(tmp_path.iterdir()), case
-        assert re.findall(r"--[\w-]*?(\w+)(?= |$)", case)[-1] in capsys.readouterr().err.replace("_", "-"), case
+        assert re.findall(r"--[\w-]*?(\w+)(?= |$)", case)[-1] in capsys.readouterr().err.replace(
+            "_", "-"
+        ), case
 
 
 class Evil:
@@ -144,7 +168,10 @@ def test_a_checkpoint_cannot_run_code(name, tmp_path, monkeypatch):
     Path("run").mkdir()
     for file in ("checkpoint.pt", "latest.pth"):
         torch.save({"args": Evil()}, f"run/{file}")
-    script, options = importlib.import_module(name), TINY_LM if name in LM_SCRIPTS else dict(device="cpu")
+    script, options = (
+        importlib.import_module(name),
+        TINY_LM if name in LM_SCRIPTS else dict(device="cpu"),
+    )
     with pytest.raises((pickle.UnpicklingError, SystemExit), match="mkdir|does not hold"):
         script.main(script.Args(**options, run_dir="run", resume=True))
     assert not Path("evil").exists()

@@ -18,7 +18,9 @@ def test_sort_asks_for_sorted_lists_and_holds_the_same_prompts_out_for_every_see
     assert {len(answer) for _, answer in train} == {2, 3, 4}
     assert all(prompt == question + "=" and sorted(question) == list(answer)
                for prompt, answer in train for question in [prompt[:-1]])  # fmt: skip
-    assert len(held_out) > 200 and not {prompt for prompt, _ in train} & {prompt for prompt, _ in held_out}
+    assert len(held_out) > 200 and not {prompt for prompt, _ in train} & {
+        prompt for prompt, _ in held_out
+    }
     assert ppo.make_task(ppo.Args(min_digits=2, max_digits=4, seed=7), TOKENIZER)[1] == held_out
     assert verifier(["21="] * 3, ["12", "21", "012"], ["12"] * 3) == [1, 0, 0]
 
@@ -32,12 +34,18 @@ def test_the_warm_start_teaches_the_form_and_not_the_order():
     with pytest.MonkeyPatch.context() as patch:
         calls = spy(patch, tokenizer.__class__, "__call__")
         ppo.warm_start(lm, train, tokenizer, args)
-    halves = [text.removesuffix("<eos>").split("=") for (_, texts, *_), _ in calls for text in texts]
-    assert len(halves) == 60 * 64 and all(sorted(question) == sorted(answer) for question, answer in halves)
+    halves = [
+        text.removesuffix("<eos>").split("=") for (_, texts, *_), _ in calls for text in texts
+    ]
+    assert len(halves) == 60 * 64 and all(
+        sorted(question) == sorted(answer) for question, answer in halves
+    )
     in_order = [answer == "".join(sorted(answer)) for _, answer in halves if len(set(answer)) == 2]
     assert sum(in_order) / len(in_order) == pytest.approx(0.5, abs=0.05)
     rows = ppo.rollout(ppo.PolicyWithValue(lm, eos_ids, 1.0), held_out, tokenizer, verifier, args)
-    assert rows["ended"].mean() > 0.9 and rows["response_mask"].sum(1).float().mean() == pytest.approx(3, abs=0.3)
+    assert rows["ended"].mean() > 0.9 and rows["response_mask"].sum(
+        1
+    ).float().mean() == pytest.approx(3, abs=0.3)
 
 
 def write(folder, *rows):
@@ -50,28 +58,49 @@ def write(folder, *rows):
 def test_jsonl_columns_and_split(tmp_path):
     rows = [{"prompt": f"p\u2028{i}", "answer": i} for i in range(10)] + ["", "   "]
     rows += [{"question": f"q{i}", "answer": f"so #### {i}"} for i in range(10)]
-    rows += [{"problem": f"r{i}", "solution": f"2 gives \\boxed{{2}}, so \\boxed{{{i}}}."} for i in range(10)] + [""]
+    rows += [
+        {"problem": f"r{i}", "solution": f"2 gives \\boxed{{2}}, so \\boxed{{{i}}}."}
+        for i in range(10)
+    ] + [""]
     train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), TOKENIZER)
     assert len(held_out) == 3 and len(train) == 27
-    assert {prompt for prompt, _ in train + held_out} == {f"{c}{i}" for c in ("p\u2028", "q", "r") for i in range(10)}
+    assert {prompt for prompt, _ in train + held_out} == {
+        f"{c}{i}" for c in ("p\u2028", "q", "r") for i in range(10)
+    }
     assert all(answer == prompt[-1] for prompt, answer in train + held_out)
 
 
 def test_every_prompt_comes_once_per_pass_in_a_new_order(tmp_path, monkeypatch):
     path = write(tmp_path, *[{"prompt": f"p{i}", "answer": i} for i in range(10)])
-    calls, options = spy(monkeypatch, ppo, "rollout"), dict(batch_size=9, num_minibatches=1, num_iterations=2)
+    calls, options = (
+        spy(monkeypatch, ppo, "rollout"),
+        dict(batch_size=9, num_minibatches=1, num_iterations=2),
+    )
     run(ppo, tmp_path / "run", task=f"jsonl:{path}", **options, eval_every=9)
     start, first, second, _ = ([prompt for prompt, _ in args[1]] for args, _ in calls)
-    assert sorted(first) == sorted(second) == sorted({f"p{i}" for i in range(10)} - set(start)) and first != second
+    assert (
+        sorted(first) == sorted(second) == sorted({f"p{i}" for i in range(10)} - set(start))
+        and first != second
+    )
 
 
 @pytest.mark.parametrize(
-    "bad", ['{"prompt": "b"', '{"prompt": "b", "reply": 1}', '{"prompt": 7, "answer": 1}', "[1, 2]", "7", "\udcff"]
+    "bad",
+    [
+        '{"prompt": "b"',
+        '{"prompt": "b", "reply": 1}',
+        '{"prompt": 7, "answer": 1}',
+        "[1, 2]",
+        "7",
+        "\udcff",
+    ],
 )
 def test_jsonl_errors_name_the_line(bad, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n\n' + bad, errors="surrogateescape")
-    with pytest.raises(SystemExit, match=r"data.jsonl: line 3 must be JSON with a prompt and an answer$"):
+    with pytest.raises(
+        SystemExit, match=r"data.jsonl: line 3 must be JSON with a prompt and an answer$"
+    ):
         run(ppo, tmp_path / "run", task=f"jsonl:{path}")
     assert not (tmp_path / "run").exists()
 
@@ -121,9 +150,13 @@ def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty()
         assert torch.equal(scores, ended + (without_end - 0.25) * (1 - ended))
 
 
-@pytest.mark.parametrize("body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"])
+@pytest.mark.parametrize(
+    "body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"]
+)
 def test_a_reward_function_that_gives_no_numbers_ends_with_a_sentence(body, tmp_path):
-    (tmp_path / "reward.py").write_text(f"def mine(prompts, responses, answers):\n    return {body}\n")
+    (tmp_path / "reward.py").write_text(
+        f"def mine(prompts, responses, answers):\n    return {body}\n"
+    )
     with pytest.raises(SystemExit, match=r"^the reward must be 8 numbers, one an answer, not "):
         run(ppo_v1, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
 
@@ -134,11 +167,16 @@ def test_a_reward_model_scores_prompt_and_response(tmp_path):
     for labels in (2, 1):
         torch.manual_seed(0)
         config = transformers.LlamaConfig(vocab_size=98, pad_token_id=0, num_labels=labels, **sizes)
-        model, judge = transformers.LlamaForSequenceClassification(config).eval(), str(tmp_path / f"{labels}")
+        model, judge = (
+            transformers.LlamaForSequenceClassification(config).eval(),
+            str(tmp_path / f"{labels}"),
+        )
         for part in (model, TOKENIZER):
             part.save_pretrained(judge)
         if labels == 2:
-            with pytest.raises(SystemExit, match=r"--reward-model-name .*: it has more than one label"):
+            with pytest.raises(
+                SystemExit, match=r"--reward-model-name .*: it has more than one label"
+            ):
                 run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=judge)
     scores = ppo.make_scorer(ppo.Args(reward_model_name=judge), None, "cpu")(
         ["ab", "a"], ["c", "longer text"], ["", ""]

@@ -43,23 +43,32 @@ either = pytest.mark.parametrize("script, extra", [(ppo_v1, {}), (ppo_v2, EXTRA)
     ],
 )
 def test_learning_rate_schedule(kind, warmup, rates, tmp_path):
-    options = dict(num_iterations=4, sft_steps=0, update_epochs=1, eval_size=1, lr_scheduler_type=kind)
+    options = dict(
+        num_iterations=4, sft_steps=0, update_epochs=1, eval_size=1, lr_scheduler_type=kind
+    )
     run(ppo_v1, tmp_path / "run", **options, warmup_steps=warmup, learning_rate=1e-3)
     rows = metrics_without_times(tmp_path / "run")[1:]
-    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-3 * rate for rate in rates], abs=1e-9)
+    assert [row["learning_rate"] for row in rows] == pytest.approx(
+        [1e-3 * rate for rate in rates], abs=1e-9
+    )
 
 
 def test_adaptive_kl_moves_the_coefficient_by_the_kl_seen(tmp_path):
     run(ppo_v1, tmp_path / "run", **LONG, adaptive_kl=True, kl_target=0.1, kl_horizon=100)
     rows = metrics_without_times(tmp_path / "run")[1:]
     for before, after in zip(rows, rows[1:], strict=False):
-        expected = ppo_v1.adapt_kl_coef(before["losses/kl_coef"], before["kl_divergence"], 0.1, 100, 8)
+        expected = ppo_v1.adapt_kl_coef(
+            before["losses/kl_coef"], before["kl_divergence"], 0.1, 100, 8
+        )
         assert after["losses/kl_coef"] == pytest.approx(expected, rel=1e-9)
     assert rows[0]["losses/kl_coef"] == 0.01 != rows[-1]["losses/kl_coef"]
 
 
 def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
-    calls, options = spy(monkeypatch, ppo_v1, "ppo_loss"), dict(num_iterations=1, update_epochs=8, learning_rate=3e-3)
+    calls, options = (
+        spy(monkeypatch, ppo_v1, "ppo_loss"),
+        dict(num_iterations=1, update_epochs=8, learning_rate=3e-3),
+    )
     run(ppo_v1, tmp_path / "free", **options)
     free = len(calls)
     run(ppo_v1, tmp_path / "held", **options, target_kl=1e-4)
@@ -67,7 +76,9 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
 
 
 # --- early stop, best ---
-PATIENT = dict(num_iterations=9, eval_every=1, early_stopping_patience=2, early_stopping_threshold=100.0)
+PATIENT = dict(
+    num_iterations=9, eval_every=1, early_stopping_patience=2, early_stopping_threshold=100.0
+)
 
 
 def test_an_early_stop_says_why_and_a_resumed_run_ends_there_too(tmp_path, capsys):
@@ -94,7 +105,9 @@ def test_best_and_final_folders_score_what_was_logged(tmp_path):
 @either
 def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_path):
     options = LONG | extra | dict(adaptive_kl=True, kl_target=0.1, kl_horizon=100)
-    options |= dict(rollout_lag=2, correction="decoupled", log_rollouts=True) if script is ppo_v2 else {}
+    options |= (
+        dict(rollout_lag=2, correction="decoupled", log_rollouts=True) if script is ppo_v2 else {}
+    )
     run(script, tmp_path / "whole", **options)
     killed, rng = tmp_path / "killed", random.Random(0)
 
@@ -102,7 +115,9 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
         run(script, killed, **options, resume=True)
 
     for where in ("half", "before", "after"):
-        (process,) = forked(lambda where=where: (die_while_saving("checkpoint.pt", 2, where), go_on()))
+        (process,) = forked(
+            lambda where=where: (die_while_saving("checkpoint.pt", 2, where), go_on())
+        )
         process.join(100)
         assert process.exitcode == -signal.SIGKILL
     for _ in range(3):
@@ -113,18 +128,28 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
     go_on()
     assert_same_run(tmp_path / "whole", killed)
     assert same(weights(tmp_path / "whole", "best"), weights(killed, "best"))
-    a, b = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (tmp_path / "whole", killed))
+    a, b = (
+        torch.load(folder / "checkpoint.pt", weights_only=True)
+        for folder in (tmp_path / "whole", killed)
+    )
     assert same(a["policy"], b["policy"]) and a["counters"] == b["counters"]
     if script is ppo_v2:
         rows, chosen = ([x["buffer"].pop(name) for x in (a, b)] for name in ("rows", "chosen"))
-        assert a["buffer"] == b["buffer"] and torch.equal(*chosen) and same(*rows) and len(rows[0]["birth"]) >= 8
+        assert (
+            a["buffer"] == b["buffer"]
+            and torch.equal(*chosen)
+            and same(*rows)
+            and len(rows[0]["birth"]) >= 8
+        )
         logs = [(folder / "rollouts.jsonl").read_text() for folder in (tmp_path / "whole", killed)]
         assert logs[0] == logs[1] and logs[0].count("\n") == 64, "every answer once"
 
 
 @either
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped(script, extra, number, tmp_path, monkeypatch):
+def test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped(
+    script, extra, number, tmp_path, monkeypatch
+):
     options = LONG | extra | dict(save_every=100, eval_every=1, early_stopping_patience=9)
     run(script, tmp_path / "whole", **options)
     monkeypatch.setattr(script, "compute_gae", script.compute_gae)  # undone at the end
@@ -135,7 +160,10 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped(script,
     run(script, tmp_path / "cut", **options, resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert same(weights(tmp_path / "whole", "best"), weights(tmp_path / "cut", "best"))
-    counters = [torch.load(tmp_path / x / "checkpoint.pt", weights_only=True)["counters"] for x in ("whole", "cut")]
+    counters = [
+        torch.load(tmp_path / x / "checkpoint.pt", weights_only=True)["counters"]
+        for x in ("whole", "cut")
+    ]
     assert counters[0] == counters[1]
 
 
@@ -179,7 +207,11 @@ def test_a_nan_reward_ends_ppo_with_a_sentence(tmp_path):
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 def test_a_nan_reward_costs_its_own_answer_and_is_counted(bad, tmp_path, monkeypatch):
     calls = spy(monkeypatch, ppo_v1, "ppo_loss")
-    run(ppo_v1, tmp_path / "run", **faulty_reward(tmp_path, bad, calls=(1, 3) if bad == "nan" else (3,)))
+    run(
+        ppo_v1,
+        tmp_path / "run",
+        **faulty_reward(tmp_path, bad, calls=(1, 3) if bad == "nan" else (3,)),
+    )
     start, *rows = metrics_without_times(tmp_path / "run")
     assert math.isfinite(start["eval/score"])
     assert [row["rollout/nan_rewards"] for row in rows] == [0, 1, 0]
@@ -191,11 +223,19 @@ def test_a_nan_reward_costs_its_own_answer_and_is_counted(bad, tmp_path, monkeyp
 
 
 def tiny_gpt2(**special):
-    return transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5, **special)
+    return transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, resid_pdrop=0.5, attn_pdrop=0.5, **special
+    )
 
 
 def tiny_opt(**special):  # calls F.dropout with a number of its own
-    sizes = dict(hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16)
+    sizes = dict(
+        hidden_size=16,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        word_embed_proj_dim=16,
+    )
     return transformers.OPTConfig(max_position_embeddings=64, dropout=0.5, **sizes, **special)
 
 
@@ -205,10 +245,14 @@ def test_gradient_checkpointing_has_no_dropout(make_config, tmp_path, monkeypatc
     """Layers are computed again, the numbers are the same: a model's own dropout would be noise in the ratios."""
     calls = spy(monkeypatch, ppo_v1, "checkpoint")
     tokenizer = ppo_v1.make_tiny_tokenizer()
-    config = make_config(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    config = make_config(
+        vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None
+    )
     for part in (transformers.AutoModelForCausalLM.from_config(config), tokenizer):
         part.save_pretrained(tmp_path / "model")
-    options = dict(model_name=str(tmp_path / "model"), max_prompt_length=16, num_iterations=1, update_epochs=1)
+    options = dict(
+        model_name=str(tmp_path / "model"), max_prompt_length=16, num_iterations=1, update_epochs=1
+    )
     a = run(ppo_v1, tmp_path / "a", **options)
     assert not calls
     b = run(ppo_v1, tmp_path / "b", **options, gradient_checkpointing=True)

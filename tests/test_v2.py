@@ -18,13 +18,18 @@ PER = [0.2077657, 0.3149140, 0.4773203]  # (1, 2, 4) ** 0.6, normalised
 
 def filled(births, reuses, priorities=None, size=1, **options):
     """A buffer with these samples, one token each, that draws `size`."""
-    options = dict(priority_alpha=0.6, priority_age_tau=None, replay_advantages="all", min_replay_size=1) | options
+    options = (
+        dict(priority_alpha=0.6, priority_age_tau=None, replay_advantages="all", min_replay_size=1)
+        | options
+    )
     options = dict(replay_sample_size=size, max_replay_reuse=10**9) | options
     buffer = ppo_v2.ReplayBuffer(ppo_v2.Args(use_replay_buffer=True, **options))
     for i, birth in enumerate(births):
         one = torch.ones(1, 1)
         rows = dict.fromkeys(ppo_v2.STORED, one) | dict(scores=tensor([float(i)]), ended=one[0])
-        buffer.add(rows | dict(advantages=one * (priorities[i] - 1e-6 if priorities else 1.0)), birth)
+        buffer.add(
+            rows | dict(advantages=one * (priorities[i] - 1e-6 if priorities else 1.0)), birth
+        )
     buffer.rows["reuse"] = tensor(reuses)
     return buffer
 
@@ -47,7 +52,9 @@ def test_priorities_are_mean_gains_or_mean_sizes():
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_draws_follow_the_priorities_with_replacement(size):
-    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4], size)) == pytest.approx(PER, abs=0.025)
+    assert frequencies(filled([1, 1, 1], [0, 0, 0], [1, 2, 4], size)) == pytest.approx(
+        PER, abs=0.025
+    )
 
 
 def test_an_iteration_counts_once_however_often_it_draws_a_rollout():
@@ -81,11 +88,15 @@ def test_weights_of_prioritized_draws_by_hand():
 # --- how long they stay ---
 def test_the_old_and_the_often_drawn_go_then_the_oldest():
     buffer = filled([1, 2, 3, 4, 5, 6], [0, 4, 3, 0, 0, 0])
-    stats = dict(buffer_size=6, avg_reuse_count=7 / 6, max_reuse_count=4, avg_age=2.5, oldest_sample=1)
+    stats = dict(
+        buffer_size=6, avg_reuse_count=7 / 6, max_reuse_count=4, avg_age=2.5, oldest_sample=1
+    )
     assert buffer.buffer_stats(6) == pytest.approx(stats)
     nothing = {name: x[:0] for name, x in buffer.rows.items()}
     for iteration, size, left in ((4, 9, [1, 3, 4, 5, 6]), (5, 9, [3, 4, 5, 6]), (5, 3, [4, 5, 6])):
-        limits = dict(staleness_threshold=4, max_replay_reuse=4, replay_buffer_size=size, min_replay_size=1)
+        limits = dict(
+            staleness_threshold=4, max_replay_reuse=4, replay_buffer_size=size, min_replay_size=1
+        )
         buffer.args = ppo_v2.Args(use_replay_buffer=True, **limits)
         buffer.add(nothing, iteration)  # what is left can be drawn in the next
         assert buffer.rows["birth"].tolist() == left and buffer.size == len(left)
@@ -110,7 +121,9 @@ def test_while_the_policy_moves_fast_rollouts_drawn_often_wait(kl, drawn):
 def test_staleness_by_hand():
     """Weights of the draw 4, 1, 1, 1 where nothing is stale; a token that is now three times as likely counts 2."""
     same, one = torch.full((4, 1), -1.0), torch.ones(4, 1)
-    rows = dict(logprobs=same, mu_logprobs=same, response_mask=one, weights=tensor([[4.0], [1], [1], [1]]))
+    rows = dict(
+        logprobs=same, mu_logprobs=same, response_mask=one, weights=tensor([[4.0], [1], [1], [1]])
+    )
     rows |= dict(values=one * tensor([[0.5], [1], [1], [1]]), mu_values=one)
     assert ppo_v2.staleness("x", rows)["x/ess"] == pytest.approx(0.6447368, abs=1e-6)
     rows |= dict(logprobs=same + tensor([[math.log(3)], [0], [0], [0]]), weights=one)
@@ -140,7 +153,9 @@ def test_corrections_by_hand(correction, advantage, limit, loss, gradient):
     """mu .25, pi_prox .5, pi_theta .55."""
     mu, prox, new = (torch.full((1, 1), math.log(p)) for p in (0.25, 0.5, 0.55))
     new, one = new.requires_grad_(), torch.ones(1, 1)
-    found, bound = ppo_v2.stale_loss(new, prox, mu, advantage * one, one, correction, limit, (0.2, 0.2))
+    found, bound = ppo_v2.stale_loss(
+        new, prox, mu, advantage * one, one, correction, limit, (0.2, 0.2)
+    )
     found.sum().backward()
     assert (found.item(), new.grad.item()) == pytest.approx((loss, gradient), abs=1e-6)
     assert bound.item() == (gradient == 0 or limit == 0.5)
@@ -150,26 +165,40 @@ def test_corrections_by_hand(correction, advantage, limit, loss, gradient):
 def test_replayed_advantages_by_hand(kind, last):
     """Drawn -5, 3 are cut to gains 0, 3, which are not whitened; or whitened, to -1, 1."""
     args = ppo_v2.Args(use_replay_buffer=True, norm_adv=True, replay_advantages=kind)
-    found = ppo_v2.replay_advantages(tensor([[-5.0], [3.0]]), torch.ones(2, 1), args).flatten().tolist()
+    found = (
+        ppo_v2.replay_advantages(tensor([[-5.0], [3.0]]), torch.ones(2, 1), args).flatten().tolist()
+    )
     assert found == pytest.approx(last, abs=1e-6)
 
 
 def test_fresh_and_drawn_rows_are_whitened_apart(tmp_path, monkeypatch):
     seen = spy(monkeypatch, ppo_v2, "ppo_loss")
-    run(ppo_v2, tmp_path / "run", **LONG, norm_adv=True, replay_advantages="all", update_epochs=1, num_minibatches=1)
+    run(
+        ppo_v2,
+        tmp_path / "run",
+        **LONG,
+        norm_adv=True,
+        replay_advantages="all",
+        update_epochs=1,
+        num_minibatches=1,
+    )
     mixed = [mb for (_, mb, *_), _ in seen if mb["replayed"].any()]
     assert mixed
     for mb in mixed:
         for old in (0, 1):
             valid = mb["advantages"][(mb["response_mask"] > 0) & (mb["replayed"] == old)]
-            assert valid.mean().abs() < 1e-5 and valid.std(unbiased=False).item() == pytest.approx(1, abs=1e-3)
+            assert valid.mean().abs() < 1e-5 and valid.std(unbiased=False).item() == pytest.approx(
+                1, abs=1e-3
+            )
 
 
 def test_joined_rows_are_padded_left_of_prompts_and_right_of_responses():
     short = dict(prompt_ids=tensor([[1, 2]]), response_ids=tensor([[3]]), scores=tensor([0.5]))
     long = dict(prompt_ids=tensor([[4, 5, 6]]), response_ids=tensor([[7, 8]]), scores=tensor([1.0]))
     found = {name: x.tolist() for name, x in ppo_v2.join([short, long]).items()}
-    assert found == dict(prompt_ids=[[0, 1, 2], [4, 5, 6]], response_ids=[[3, 0], [7, 8]], scores=[0.5, 1.0])
+    assert found == dict(
+        prompt_ids=[[0, 1, 2], [4, 5, 6]], response_ids=[[3, 0], [7, 8]], scores=[0.5, 1.0]
+    )
 
 
 # --- through the training step ---
@@ -222,7 +251,9 @@ def over_budget(tokens, limit=0.04):
 def test_the_policy_loss_of_every_step_is_that_of_an_oracle(correction, lag, tmp_path, monkeypatch):
     """Fresh or lagged and replayed rows in one minibatch, through main(); weights of the draw included."""
     seen = minibatches(monkeypatch)
-    options = dict(correction=correction, rollout_lag=lag, replay_advantages="all", learning_rate=5e-3)
+    options = dict(
+        correction=correction, rollout_lag=lag, replay_advantages="all", learning_rate=5e-3
+    )
     run(ppo_v2, tmp_path / "run", **LONG, **options, priority_beta=1.0)
     assert len(seen) == 5 * 4 and sum(mb["replayed"].sum() for mb in seen) == 4 * 2 * 8
     for mb in seen:
@@ -230,15 +261,24 @@ def test_the_policy_loss_of_every_step_is_that_of_an_oracle(correction, lag, tmp
         names = ("now", "logprobs", "mu_logprobs", "advantages")
         tokens = {place: [mb[name][place].item() for name in names] for place in valid}
         stale = [place for place in valid if lag or mb["replayed"][place[0]]]
-        dropped = over_budget([(tokens[p][0] - tokens[p][2], tokens[p][3]) for p in stale]) if stale else set()
+        dropped = (
+            over_budget([(tokens[p][0] - tokens[p][2], tokens[p][3]) for p in stale])
+            if stale
+            else set()
+        )
         dropped = {stale[i] for i in dropped} if correction == "m2po" else set()
         total = 0.0
         for place, numbers in tokens.items():
             rule = correction if place in stale else "none"
             weight = 0.0 if place in dropped else mb["weights"][place[0]].item()
             total += weight * token_loss(rule, *numbers)
-        assert mb["stats"][0].item() == pytest.approx(total / mb["num_tokens"].item(), abs=2e-5, rel=1e-3)
-    drift = max(((mb["logprobs"] - mb["mu_logprobs"]) * mb["response_mask"]).abs().max().item() for mb in seen)
+        assert mb["stats"][0].item() == pytest.approx(
+            total / mb["num_tokens"].item(), abs=2e-5, rel=1e-3
+        )
+    drift = max(
+        ((mb["logprobs"] - mb["mu_logprobs"]) * mb["response_mask"]).abs().max().item()
+        for mb in seen
+    )
     assert drift > 0.1, "something must be stale for this test to mean something"
 
 
@@ -267,13 +307,18 @@ def test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago(tmp_pat
 
 def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
     """Tokens, scores and log-probs come back as they went in, through padding and back."""
-    stored, ready = spy(monkeypatch, ppo_v2.ReplayBuffer, "add"), spy(monkeypatch, ppo_v2, "bring_up_to_date")
+    stored, ready = (
+        spy(monkeypatch, ppo_v2.ReplayBuffer, "add"),
+        spy(monkeypatch, ppo_v2, "bring_up_to_date"),
+    )
     run(ppo_v2, tmp_path / "run", **LONG, rollout_lag=1)
 
     def contents(rows):
         """{log-probs: (prompt, response, score)} of rows without their padding"""
         found = {}
-        for i, (prompt, response) in enumerate(zip(rows["prompt_mask"] > 0, rows["response_mask"] > 0, strict=True)):
+        for i, (prompt, response) in enumerate(
+            zip(rows["prompt_mask"] > 0, rows["response_mask"] > 0, strict=True)
+        ):
             ids = rows["prompt_ids"][i][prompt].tolist(), rows["response_ids"][i][response].tolist()
             found[tuple(rows["mu_logprobs"][i][response].tolist())] = *ids, rows["scores"][i].item()
         return found
@@ -287,10 +332,19 @@ def test_drawn_data_is_what_was_sampled(tmp_path, monkeypatch):
 
 
 def test_the_weights_of_a_draw_enter_the_update(tmp_path, monkeypatch):
-    draws, seen = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2, "ppo_loss")
-    options = dict(update_epochs=1, num_minibatches=1, use_priority_sampling=True, priority_beta=0.5)
+    draws, seen = (
+        spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"),
+        spy(monkeypatch, ppo_v2, "ppo_loss"),
+    )
+    options = dict(
+        update_epochs=1, num_minibatches=1, use_priority_sampling=True, priority_beta=0.5
+    )
     run(ppo_v2, tmp_path / "run", **LONG | options)
-    pairs = [(given, mb) for (_, (_, given)), ((_, mb, *_), _) in zip(draws, seen, strict=True) if len(given)]
+    pairs = [
+        (given, mb)
+        for (_, (_, given)), ((_, mb, *_), _) in zip(draws, seen, strict=True)
+        if len(given)
+    ]
     assert pairs and all(given.min() < 0.99 for given, _ in pairs)
     for given, mb in pairs:
         drawn = mb["replayed"] > 0
@@ -300,12 +354,17 @@ def test_the_weights_of_a_draw_enter_the_update(tmp_path, monkeypatch):
 
 def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
     """By today's advantages, which are those of today's critic and policy: returns less values."""
-    draws, seen = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2.ReplayBuffer, "priorities")
+    draws, seen = (
+        spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"),
+        spy(monkeypatch, ppo_v2.ReplayBuffer, "priorities"),
+    )
     run(ppo_v2, tmp_path / "run", **LONG, replay_advantages="all")
     again = [(rows, new) for (_, rows), new in seen if "returns" in rows]
     assert len(again) == 4
     for rows, new in again:
-        size = ((rows["returns"] - rows["values"]).abs() * rows["response_mask"]).sum(1) / rows["response_mask"].sum(1)
+        size = ((rows["returns"] - rows["values"]).abs() * rows["response_mask"]).sum(1) / rows[
+            "response_mask"
+        ].sum(1)
         torch.testing.assert_close(new, size.double() + 1e-6, rtol=1e-4, atol=1e-6)
     ((buffer, _), (drawn, _)), new = draws[-1], again[-1][1]
     born = buffer.rows["birth"][:-8].tolist()  # less what the last iteration has added
@@ -317,7 +376,11 @@ def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
     """Ratio .5, batch 8, 4 minibatches: 2 fresh + 2 replayed each."""
     seen = minibatches(monkeypatch)
     options = dict(num_minibatches=4, update_epochs=1, num_iterations=3, new_samples_ratio=0.5)
-    run(ppo_v2, tmp_path / "run", **LONG | options | dict(replay_sample_size=ppo_v2.Args.replay_sample_size))
+    run(
+        ppo_v2,
+        tmp_path / "run",
+        **LONG | options | dict(replay_sample_size=ppo_v2.Args.replay_sample_size),
+    )
     counts = [(len(mb["replayed"]), mb["replayed"].sum().item()) for mb in seen]
     assert counts == [(2, 0)] * 4 + [(4, 2)] * 8
 
@@ -326,19 +389,40 @@ def test_every_minibatch_mixes_in_proportion(tmp_path, monkeypatch):
 def test_efficiency_comes_near_its_forecast(sample_size, max_reuse, tmp_path, monkeypatch, capsys):
     """And no rollout is drawn in its own iteration, beyond the threshold, or once too often."""
     draws, counts = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), Counter()
-    options = dict(batch_size=4, num_iterations=60, num_minibatches=1, update_epochs=1, eval_every=60, eval_size=1)
-    options |= dict(sft_steps=0, max_response_length=2, replay_sample_size=sample_size, max_replay_reuse=max_reuse)
+    options = dict(
+        batch_size=4,
+        num_iterations=60,
+        num_minibatches=1,
+        update_epochs=1,
+        eval_every=60,
+        eval_size=1,
+    )
+    options |= dict(
+        sft_steps=0,
+        max_response_length=2,
+        replay_sample_size=sample_size,
+        max_replay_reuse=max_reuse,
+    )
     options |= dict(use_priority_sampling=False, priority_age_tau=None, staleness_threshold=20)
     efficiency = run(ppo_v2, tmp_path / "run", **REPLAY | options)["sample_efficiency"]
     assert "EFF will be at most 3.00x" in capsys.readouterr().out and 2.7 < efficiency <= 3
     for (_, iteration), (rows, _) in draws:
         names = ("birth", "prompt_ids", "response_ids", "mu_logprobs") if rows else ()  # who it is
-        counts.update({tuple(map(str, row)) for row in zip(*(rows[name].tolist() for name in names), strict=True)})
-        assert all(1 <= iteration - birth <= 20 for birth in rows.get("birth", torch.zeros(0)).tolist())
+        counts.update(
+            {
+                tuple(map(str, row))
+                for row in zip(*(rows[name].tolist() for name in names), strict=True)
+            }
+        )
+        assert all(
+            1 <= iteration - birth <= 20 for birth in rows.get("birth", torch.zeros(0)).tolist()
+        )
     assert max(counts.values()) == max_reuse and efficiency == 1 + counts.total() / (4 * 60)
 
 
-def test_over_a_run_the_buffer_grows_beta_rises_and_the_kl_of_the_last_update_is_known(tmp_path, monkeypatch):
+def test_over_a_run_the_buffer_grows_beta_rises_and_the_kl_of_the_last_update_is_known(
+    tmp_path, monkeypatch
+):
     real, seen, betas = ppo_v2.ReplayBuffer.draw, [], []
 
     def draw(self, iteration):
@@ -348,7 +432,9 @@ def test_over_a_run_the_buffer_grows_beta_rises_and_the_kl_of_the_last_update_is
 
     monkeypatch.setattr(ppo_v2.ReplayBuffer, "draw", draw)
     sizes = dict(replay_start_size=10, replay_grow_iteration=4, replay_buffer_size=20)
-    run(ppo_v2, tmp_path / "run", **LONG, **sizes, priority_beta=0.99, priority_beta_increment=0.004)
+    run(
+        ppo_v2, tmp_path / "run", **LONG, **sizes, priority_beta=0.99, priority_beta_increment=0.004
+    )
     rows = metrics_without_times(tmp_path / "run")[1:]
     assert [row["buffer_size"] for row in rows] == [8, 10, 10, 18, 20]
     assert betas == pytest.approx([0.99, 0.99, 0.994, 0.998, 1.0])
@@ -376,7 +462,13 @@ def test_a_nan_reward_never_enters_the_buffer(tmp_path):
     run(ppo_v2, tmp_path / "run", **LONG | faulty_reward(tmp_path))
     rows = metrics_without_times(tmp_path / "run")[1:]
     assert [row["rollout/nan_rewards"] for row in rows] == [0, 1, 0, 0, 0]
-    assert [row["buffer_size"] for row in rows] == [8, 15, 23, 31, 39]  # seven of the second iteration's eight
+    assert [row["buffer_size"] for row in rows] == [
+        8,
+        15,
+        23,
+        31,
+        39,
+    ]  # seven of the second iteration's eight
     assert all(value is not None and math.isfinite(value) for row in rows for value in row.values())
 
 
@@ -405,17 +497,25 @@ def test_a_run_begins_with_the_log_of_another(logged, tmp_path, monkeypatch):
     def contents(rows):
         masks = [rows[f"{name}_mask"].bool() for name in ("prompt", "response", "response")]
         names = zip(("prompt_ids", "response_ids", "mu_logprobs"), masks, strict=True)
-        columns = [[tuple(x[keep].tolist()) for x, keep in zip(rows[name], mask, strict=True)] for name, mask in names]
+        columns = [
+            [tuple(x[keep].tolist()) for x, keep in zip(rows[name], mask, strict=True)]
+            for name, mask in names
+        ]
         return list(zip(*columns, rows["scores"].tolist(), strict=True))
 
-    logged = [(*(tuple(x[k]) for k in ("prompt_ids", "response_ids", "logprobs")), x["score"]) for x in lines]
+    logged = [
+        (*(tuple(x[k]) for k in ("prompt_ids", "response_ids", "logprobs")), x["score"])
+        for x in lines
+    ]
     old = {name: x[buffer.rows["birth"] == 0] for name, x in buffer.rows.items()}
     assert sorted(contents(old)) == sorted(logged) and set(contents(drawn)) <= set(logged)
 
 
 def test_a_log_without_logprobs_is_told_and_not_corrected(logged, tmp_path, capsys, monkeypatch):
     rows = [json.loads(line) for line in open(logged)]
-    lines = [json.dumps({k: row[k] for k in ("prompt_ids", "response_ids", "score")}) for row in rows]
+    lines = [
+        json.dumps({k: row[k] for k in ("prompt_ids", "response_ids", "score")}) for row in rows
+    ]
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
     draws, joined = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw"), spy(monkeypatch, ppo_v2, "join")
     options = dict(num_iterations=3, learning_rate=5e-3, replay_from=str(tmp_path / "log.jsonl"))
@@ -443,7 +543,13 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
 
 def test_m2po_needs_the_whole_minibatch(tmp_path):
     with pytest.raises(ValueError, match="m2po looks at a whole minibatch"):
-        run(ppo_v2, tmp_path / "run", rollout_lag=1, correction="m2po", gradient_accumulation_steps=2)
+        run(
+            ppo_v2,
+            tmp_path / "run",
+            rollout_lag=1,
+            correction="m2po",
+            gradient_accumulation_steps=2,
+        )
 
 
 def test_the_default_correction_is_what_the_study_supports():

@@ -41,7 +41,10 @@ def test_probabilities_importance_weights_and_draws():
     rb = filled([1.0, 2.0, 3.0, 4.0])
     probabilities = rb.priorities / rb.priorities.sum()
     assert probabilities == pytest.approx([0.148230, 0.224674, 0.286555, 0.340542], abs=1e-6)
-    for beta, expected in ((0.4, [1, 0.846745, 0.768229, 0.716978]), (1.0, [1, 0.659754, 0.517282, 0.435275])):
+    for beta, expected in (
+        (0.4, [1, 0.846745, 0.768229, 0.716978]),
+        (1.0, [1, 0.659754, 0.517282, 0.435275]),
+    ):
         inds, weights = rb.sample(999, beta, np.random.default_rng(0))
         assert weights / weights.max() == pytest.approx(np.array(expected)[inds], abs=1e-6)
     inds, weights = rb.sample(40_000, 1.0, np.random.default_rng(0))
@@ -56,7 +59,9 @@ def test_new_rows_get_the_running_maximum_and_the_oldest_go():
     assert rb.priorities[0] == 1
     rb.update_priorities(np.array([0]), np.array([-5.0]))
     rb.insert(rows(1))
-    rb.update_priorities(np.array([0]), np.array([0.5]))  # the maximum is that of the run, not of the moment
+    rb.update_priorities(
+        np.array([0]), np.array([0.5])
+    )  # the maximum is that of the run, not of the moment
     rb.insert(rows(1))
     assert rb.priorities[:3] == pytest.approx([0.5, 5, 5], abs=1e-5)
     rb.insert(rows(3, rewards=[1, 2, 3]))
@@ -76,7 +81,9 @@ def test_retention_keeps_the_best():
     values = np.array([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.4, 0.6, 1.0])
     for by, name in (("quality", "quality"), ("reward", "rewards")):
         kept = filter_offline_data(buffer(10, obs=np.arange(10), **{name: values}), 0.2, by)
-        assert kept.rows["obs"][:, 0].tolist() == [1, 9] and len(kept) == len(kept.rows) == 2  # arrays of its own
+        assert (
+            kept.rows["obs"][:, 0].tolist() == [1, 9] and len(kept) == len(kept.rows) == 2
+        )  # arrays of its own
     assert [len(filter_offline_data(buffer(n), 0.2)) for n in (7, 4)] == [1, 1]
     assert len(filter_offline_data(buffer(4), 0.0)) == 0  # nothing kept is an empty buffer
     whole = buffer(4)
@@ -120,8 +127,14 @@ def test_weights_of_a_mixed_batch():
     # N P: offline 1; online 0.04 and 3.88, so importance has three values at most
     ratios = (none["weights"] / none["weights"].max()).unique().tolist()
     assert [round(x, 4) for x in ratios] in ([0.2577, 1.0], [0.0103, 0.04, 1.0])
-    means = [batch[name].mean().item() for batch in (both, critic, none) for name in ("weights", "actor_weights")]
+    means = [
+        batch[name].mean().item()
+        for batch in (both, critic, none)
+        for name in ("weights", "actor_weights")
+    ]
     assert means == pytest.approx([1] * 6)
-    assert torch.equal(both["weights"], critic["weights"]) and not torch.allclose(critic["weights"], none["weights"])
+    assert torch.equal(both["weights"], critic["weights"]) and not torch.allclose(
+        critic["weights"], none["weights"]
+    )
     assert sorted(both["actor_weights"].unique().tolist()) == pytest.approx([0.5, 1.5])
     assert (critic["actor_weights"] == 1).all()

@@ -21,7 +21,9 @@ from conftest import metrics_without_times as rows
 import wsrl_warmup
 from wsrl_warmup import Args, main
 
-TINY = dict(offline_steps=20, online_steps=30, batch_size=8, hidden_size=16, eval_episodes=1, eval_every=0)
+TINY = dict(
+    offline_steps=20, online_steps=30, batch_size=8, hidden_size=16, eval_episodes=1, eval_every=0
+)
 TINY |= dict(log_interval=5, buffer_size=100, device="cpu", data_size=200)
 CLOSE = wsrl_warmup.Run.close
 ENV = wsrl_warmup.make_env("Pendulum-v1")
@@ -36,7 +38,9 @@ def data(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
-    monkeypatch.setattr(wsrl_warmup.Run, "close", lambda *_: None)  # drawing takes longer than a tiny run
+    monkeypatch.setattr(
+        wsrl_warmup.Run, "close", lambda *_: None
+    )  # drawing takes longer than a tiny run
 
 
 def run(folder, data, **options):
@@ -51,8 +55,12 @@ def assert_same_run(a, b):
     assert rows(a) == rows(b)
     one, other = state(a), state(b)
     for name in ("agent", "online_rb", "offline_rb"):
-        assert (one[name] is None) == (other[name] is None) and same(one[name] or {}, other[name] or {}), name
-    for left, right in zip(*(x["agent"]["_extra_state"]["optimizers"] for x in (one, other)), strict=True):
+        assert (one[name] is None) == (other[name] is None) and same(
+            one[name] or {}, other[name] or {}
+        ), name
+    for left, right in zip(
+        *(x["agent"]["_extra_state"]["optimizers"] for x in (one, other)), strict=True
+    ):
         assert torch.equal(left["state"][0]["exp_avg_sq"], right["state"][0]["exp_avg_sq"])
 
 
@@ -72,13 +80,22 @@ def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys,
     monkeypatch.setattr(wsrl_warmup.Run, "close", CLOSE if preset == "design" else lambda *_: None)
     args, folder, online_only = Args(preset=preset), tmp_path / "run", preset in ("rlpd", "scratch")
     assert tuple(getattr(args, name) for name in NAMES.split()) == TABLE[preset] and args.layer_norm
-    assert Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3  # an explicit option wins
-    own = dict(learning_starts=5, offline_steps=0) if online_only else dict(warmup_rollout_steps=5, online_steps=25)
+    assert (
+        Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3
+    )  # an explicit option wins
+    own = (
+        dict(learning_starts=5, offline_steps=0)
+        if online_only
+        else dict(warmup_rollout_steps=5, online_steps=25)
+    )
     metrics = run(folder, data, preset=preset, utd_ratio=2, **own)
     out, last = capsys.readouterr().out, rows(folder)[-1]
     assert metrics["charts/env_steps"] == 30 and f"preset {preset}: " in out
     assert ("switch: return of suboptimal -" in out) != online_only
-    assert last["buffer/offline_size"] == 400 * args.retention_ratio and last["buffer/online_size"] == 30
+    assert (
+        last["buffer/offline_size"] == 400 * args.retention_ratio
+        and last["buffer/online_size"] == 30
+    )
     assert (folder / "final_model.pth").exists()
     if preset == "design":
         assert json.loads((folder / "args.json").read_text())["retention_ratio"] == 0.5
@@ -87,12 +104,15 @@ def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys,
 
 
 @pytest.mark.parametrize(
-    "own", [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", online_bc_weight=1.0)]
+    "own",
+    [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", online_bc_weight=1.0)],
 )
 def test_two_commands_are_one_run(own, tmp_path, data):
     """The design document's pair: the second names checkpoint and kept rows, no --stage, and overwrites neither."""
     hand = own | dict(checkpoint_path=str(tmp_path / "warm.pth"))
-    hand |= {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.pth"))
+    hand |= (
+        {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.pth"))
+    )
     run(tmp_path / "both", data, **own)
     run(tmp_path / "first", data, stage="offline", **hand)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -116,7 +136,15 @@ class Killed(BaseException):
 gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
 RUNS = [{}, dict(preset="wsrl", warmup_rollout_steps=12, num_critics=3)]
 RUNS += [dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3)]
-RUNS += [dict(preset="scratch", env_id="ShortPendulum-v1", offline_steps=0, online_steps=50, learning_starts=48)]
+RUNS += [
+    dict(
+        preset="scratch",
+        env_id="ShortPendulum-v1",
+        offline_steps=0,
+        online_steps=50,
+        learning_starts=48,
+    )
+]
 
 
 @pytest.mark.parametrize("own", RUNS)
@@ -141,7 +169,11 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
 
 def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
     write = wsrl_warmup.save_checkpoint
-    for kill_at in (3, 4, 5):  # checkpoints after 7 and 14 updates, then kept rows, warm-up, checkpoint
+    for kill_at in (
+        3,
+        4,
+        5,
+    ):  # checkpoints after 7 and 14 updates, then kept rows, warm-up, checkpoint
         calls, folder = [], tmp_path / str(kill_at)
 
         def dying(path, state, calls=calls, kill_at=kill_at):
@@ -164,8 +196,14 @@ def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
     options = dict(online_steps=60, save_every=10)
     run(tmp_path / "whole", data, **options)
     flags = TINY | options | dict(run_dir=tmp_path / "killed", data_dir=data)
-    command = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    process = subprocess.Popen([sys.executable, str(ROOT / "wsrl_warmup.py"), *command], stdout=subprocess.DEVNULL)
+    command = [
+        word
+        for name, value in flags.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "wsrl_warmup.py"), *command], stdout=subprocess.DEVNULL
+    )
     while not (tmp_path / "killed" / "latest.pth").exists():
         assert process.poll() is None
         time.sleep(0.005)
@@ -191,7 +229,11 @@ def test_a_signal_or_an_arm_that_fails_costs_nothing_learned(fault, tmp_path, da
             self.env = gym.wrappers.TransformObservation(self.env, lambda obs: obs * np.nan, None)
         return step(self, action)
 
-    error = contextlib.nullcontext() if fault == "signal" else pytest.raises((OSError, ValueError), match="stuck|gave")
+    error = (
+        contextlib.nullcontext()
+        if fault == "signal"
+        else pytest.raises((OSError, ValueError), match="stuck|gave")
+    )
     with monkeypatch.context() as patch, error:
         patch.setattr(wsrl_warmup.Collector, "step", broken)
         run(tmp_path / "run", data)
@@ -204,7 +246,9 @@ def test_a_signal_or_an_arm_that_fails_costs_nothing_learned(fault, tmp_path, da
 
 
 def test_no_action_answers_a_nan_of_reset():
-    collector = wsrl_warmup.Collector(Args(), gym.wrappers.TransformObservation(ENV, lambda obs: obs * np.nan, None))
+    collector = wsrl_warmup.Collector(
+        Args(), gym.wrappers.TransformObservation(ENV, lambda obs: obs * np.nan, None)
+    )
     with pytest.raises(ValueError, match="gave the observation"):
         collector.act(None, 1, random=True)
 
@@ -225,10 +269,15 @@ def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
     before, after = torch.load(tmp_path / "warm.pth", weights_only=True), state(tmp_path / "run")
     assert same(before["agent"], after["agent"])
     moments = [s["agent"]["_extra_state"]["optimizers"][0]["state"][0] for s in (before, after)]
-    assert torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"]) and moments[0]["step"] == moments[1]["step"]
+    assert (
+        torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"])
+        and moments[0]["step"] == moments[1]["step"]
+    )
     stored = after["online_rb"]["rows"].numpy().view(wsrl_warmup.row_dtype(ENV))
     agent = wsrl_warmup.WarmupAgent.load(tmp_path / "warm.pth")
-    for step, row in zip(range(21, 51), stored, strict=True):  # the policy's sample, not its mean, not a random action
+    for step, row in zip(
+        range(21, 51), stored, strict=True
+    ):  # the policy's sample, not its mean, not a random action
         noise = np.random.default_rng([1, 3, step]).standard_normal(1, np.float32)
         assert row["actions"] == pytest.approx(agent.act(row["obs"], noise))
 
@@ -252,7 +301,12 @@ def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
 def test_a_weight_of_zero_is_the_plain_path(tmp_path, data):
     plain = dict(use_prioritized_replay=False, weighted_loss="none", offline_objective="sac")
     run(tmp_path / "plain", data, **plain)
-    run(tmp_path / "zero", data, **plain | dict(offline_objective="cql", cql_alpha=0.0), priority_beta=0.9)
+    run(
+        tmp_path / "zero",
+        data,
+        **plain | dict(offline_objective="cql", cql_alpha=0.0),
+        priority_beta=0.9,
+    )
     assert rows(tmp_path / "plain") == rows(tmp_path / "zero")
 
 
@@ -266,7 +320,13 @@ def test_what_reaches_an_update(tmp_path, data, monkeypatch):
         return update(self, batch, full)
 
     monkeypatch.setattr(wsrl_warmup.WarmupAgent, "update", watch)
-    options = dict(offline_objective="cql", cql_alpha=0.5, online_cql_alpha=0.25, offline_decay_rate=0.9, batch_size=10)
+    options = dict(
+        offline_objective="cql",
+        cql_alpha=0.5,
+        online_cql_alpha=0.25,
+        offline_decay_rate=0.9,
+        batch_size=10,
+    )
     run(tmp_path / "run", data, utd_ratio=3, **options)
     splits, betas = [args[2] for args, _ in drawn], [args[3] for args, _ in drawn]
     assert splits[:20] == [(10, 0)] * 20 and splits[20::3][:5] == [(10 - n, n) for n in range(1, 6)]
@@ -278,7 +338,11 @@ def test_what_reaches_an_update(tmp_path, data, monkeypatch):
 class Ends(gym.Env):
     """Terminates at the third step, or is cut off there."""
 
-    observation_space, action_space, scale = gym.spaces.Box(0, 9, (3,)), gym.spaces.Box(-1, 1, (1,)), [1.0]
+    observation_space, action_space, scale = (
+        gym.spaces.Box(0, 9, (3,)),
+        gym.spaces.Box(-1, 1, (1,)),
+        [1.0],
+    )
 
     def __init__(self, terminated):
         self.terminated = terminated
@@ -290,7 +354,13 @@ class Ends(gym.Env):
     def step(self, action):
         self.t += 1
         ended = self.t == 3
-        return np.full(3, self.t, np.float32), 1.0, ended and self.terminated, ended and not self.terminated, {}
+        return (
+            np.full(3, self.t, np.float32),
+            1.0,
+            ended and self.terminated,
+            ended and not self.terminated,
+            {},
+        )
 
 
 @pytest.mark.parametrize("terminated", [True, False])
@@ -298,7 +368,9 @@ def test_only_a_termination_ends_the_value(terminated):
     collector = wsrl_warmup.Collector(Args(reward_scale=1.0), Ends(terminated))
     stored = [collector.step(collector.act(None, step, random=True))[0] for step in range(4)]
     assert [row["masks"] for row in stored] == [1, 1, float(not terminated), 1]
-    assert stored[2]["next_obs"][0] == 3 and stored[3]["obs"][0] == 0  # the true last frame, then a new episode
+    assert (
+        stored[2]["next_obs"][0] == 3 and stored[3]["obs"][0] == 0
+    )  # the true last frame, then a new episode
     assert collector.episodes == [[3.0, 3]]
 
 
@@ -310,25 +382,37 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
             return judge(self, batch)
         assert len(batch["rewards"]) == 200  # one of the three episodes is held out
         kept.append(copy.deepcopy(self.state_dict()))
-        return torch.full((2, 4), next(errors) ** 0.5), torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5  # variance 1
+        return torch.full((2, 4), next(errors) ** 0.5), torch.tensor(
+            [0.0, 1.0, 0.0, 1.0]
+        ) * 3**0.5  # variance 1
 
     monkeypatch.setattr(wsrl_warmup.WarmupAgent, "errors", watch)
-    hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), sources=("demos", "suboptimal", "random"))
+    hand = dict(
+        checkpoint_path=str(tmp_path / "warm.pth"), sources=("demos", "suboptimal", "random")
+    )
     run(tmp_path / "run", data, early_stop_patience=2, **hand)
     assert len(kept) == 4 and "early stop after 4 updates" in capsys.readouterr().out
     warm = torch.load(tmp_path / "warm.pth", weights_only=True)
     assert same(kept[1], warm["agent"]) and warm["step"] == 20
-    judged = [row["losses/heldout_error"] for row in rows(tmp_path / "run") if "losses/heldout_error" in row]
+    judged = [
+        row["losses/heldout_error"]
+        for row in rows(tmp_path / "run")
+        if "losses/heldout_error" in row
+    ]
     assert judged == pytest.approx([3, 2, 5, 4])
 
 
 def test_normalised_by_the_offline_statistics(tmp_path, data):
     run(tmp_path / "run", data)
-    obs = np.concatenate([np.load(f"{data}/{name}.npz")["obs"] for name in ("suboptimal", "random")])
+    obs = np.concatenate(
+        [np.load(f"{data}/{name}.npz")["obs"] for name in ("suboptimal", "random")]
+    )
     weights = state(tmp_path / "run")["agent"]
     assert weights["critic.encoder.mean"].numpy() == pytest.approx(obs.mean(0), abs=1e-4)
     assert weights["critic_target.encoder.std"].numpy() == pytest.approx(obs.std(0), rel=1e-3)
-    run(tmp_path / "scratch", data, preset="scratch", offline_steps=0, learning_starts=10)  # the space's own bounds
+    run(
+        tmp_path / "scratch", data, preset="scratch", offline_steps=0, learning_starts=10
+    )  # the space's own bounds
     assert state(tmp_path / "scratch")["agent"]["critic.encoder.std"].tolist() == [1, 1, 8]
 
 
@@ -340,7 +424,17 @@ def test_nothing_is_overwritten(tmp_path):
         with pytest.raises(ValueError, match="nothing is overwritten"):
             Args(**{k: str(tmp_path / v) if "path" in k else v for k, v in own.items()})
     with pytest.raises(SystemExit, match="absent.npz"):
-        main(tyro.cli(Args, args=["--offline-data", f"demos={tmp_path}/absent.npz", "--run-dir", f"{tmp_path}/run"]))
+        main(
+            tyro.cli(
+                Args,
+                args=[
+                    "--offline-data",
+                    f"demos={tmp_path}/absent.npz",
+                    "--run-dir",
+                    f"{tmp_path}/run",
+                ],
+            )
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -362,4 +456,6 @@ def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
     """No script for this environment: policies of the middle and of the end of a run play the episodes."""
     args = Args(**TINY | dict(env_id="ShortPendulum-v1", data_size=22))
     wsrl_warmup.make_sources(args, ("demos", "suboptimal"), tmp_path)
-    assert all(len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 22 for name in ("demos", "suboptimal"))
+    assert all(
+        len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 22 for name in ("demos", "suboptimal")
+    )
