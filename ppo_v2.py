@@ -58,7 +58,7 @@ RULES = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po
 class Args:
     # run
     seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for what is built in, else an accelerator)
     num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     eval_every: int = 5  # iterations between greedy evaluations on held-out prompts
@@ -383,7 +383,7 @@ class ReplayBuffer:
         """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  -> (B,)"""
         positive, mask = self.args.replay_advantages == "positive", rows["response_mask"]
         size = rows["advantages"].clamp(min=0) if positive else rows["advantages"].abs()
-        mean = ((size * mask).sum(1) / mask.sum(1)).double().cpu()
+        mean = ((size * mask).sum(1) / mask.sum(1)).cpu().double()
         return (mean + 1e-6) ** self.args.priority_alpha
 
     def add(self, rows: dict, iteration: int):
@@ -729,7 +729,7 @@ class Run:
     """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
 
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
@@ -876,12 +876,21 @@ def warm_start(lm, pairs, tokenizer, args):
         optimizer.zero_grad()
 
 
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # without check_available the answer is that of the build, on a machine without a GPU, too
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.num_threads)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(args.seed)
-    best = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(best if args.device == "auto" else args.device)
+    device = pick_device(args.device, built_in=args.model_name is None)
     # v1: distributed
     rank, world_size, device = init_distributed(device)
     if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
