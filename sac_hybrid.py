@@ -48,6 +48,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
@@ -87,6 +88,9 @@ BAR_WORLD = dict(  # the command line takes these defaults for the built-in envi
     eval_episodes=50,
     report_episodes=100,
 )
+QUICK_TEST = dict(
+    test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
+)
 GRASP_PENALTY = -0.02  # reward of the gripper's critic for each time a gripper opens or closes
 
 
@@ -95,9 +99,7 @@ GRASP_PENALTY = -0.02  # reward of the gripper's critic for each time a gripper 
 class Args:
     # run
     seed: int = 1  # seeds weights, data and sampling; evaluation episodes are always the same
-    device: str = (
-        "auto"  # cpu, cuda, mps, ... (auto: cpu for what is built in, else an accelerator)
-    )
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
     save_dir: str | None = None  # folder of checkpoint_{step}.pth, final_model.pth (None: run_dir)
@@ -153,22 +155,17 @@ class Args:
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
-            "utd", "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
-            "init_alpha",
-        ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in (
-            "seed", "eval_episodes", "report_episodes", "num_demos", "intervention_steps",
-            "training_starts", "random_steps", "max_lead", "augment_pad", "bc_weight",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be at least 0, and finite")
+        positive = "num_threads save_every eval_every log_interval hidden_size max_steps utd"
+        positive += " batch_size lr cta_ratio num_critics num_sampled_critics init_alpha"
+        for name in positive.split():
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} must not be 0")
         for name in ("gamma", "tau", "demo_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1")
         if self.num_sampled_critics > self.num_critics:
             raise ValueError("--num-sampled-critics must be at most --num-critics")
         if self.buffer_size < 2:
@@ -281,13 +278,16 @@ class Encoder(nn.Module):
     def __init__(self, obs_shapes: dict[str, tuple]):
         super().__init__()
         self.image_keys = [key for key, shape in obs_shapes.items() if len(shape) == 3]
-        self.vector_keys = [key for key in obs_shapes if key not in self.image_keys]
+        self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
+        image_shapes = [obs_shapes[key] for key in self.image_keys]
+        if len({shape[-1] for shape in image_shapes}) > 1:
+            raise ValueError(f"all images need the same number of channels: {obs_shapes}")
         state_dim = sum(math.prod(obs_shapes[key]) for key in self.vector_keys)
         self.dim = state_dim
         if self.image_keys:
-            self.image = ImageEncoder(obs_shapes[self.image_keys[0]])  # one for all cameras
+            self.image = ImageEncoder(image_shapes[0])  # one for all cameras
             self.dim += self.image.dim * len(self.image_keys)
-        if self.image_keys and state_dim:
+        if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
             self.dim += 64
 
@@ -496,9 +496,12 @@ class SACHybridAgent(nn.Module):
     @torch.no_grad()
     def act(self, obs: dict[str, np.ndarray], noise=0.0) -> np.ndarray:
         """The arm `noise` standard deviations from the mean, and the best grasp.  -> (A,)"""
-        obs = check_observation(obs, self.obs_shapes)
-        device = self.raw_alpha.device
-        tensors = {key: torch.from_numpy(value)[None].to(device) for key, value in obs.items()}
+        if obs.keys() != self.obs_shapes.keys():
+            raise ValueError(f"found observations {[*obs]}: expected {[*self.obs_shapes]}")
+        tensors = {}
+        for key, shape in self.obs_shapes.items():
+            value = to_array(key, obs[key], shape)
+            tensors[key] = torch.from_numpy(value)[None].to(self.raw_alpha.device)
         features = self.critic.encoder(tensors)
         mean, std = self.policy(features)
         action = torch.empty(self.layout.action_dim)
@@ -554,6 +557,7 @@ SCALARS = (
     "grasp_penalty",
     "interventions",  # 1 if a human replaced the action
     "takeovers",  # 1 on the first of such steps
+    "ranks",  # of the process that acted
     *RESULTS,
 )
 
@@ -567,23 +571,23 @@ def make_record_dtype(obs: dict[str, np.ndarray], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once: N transitions in E episodes take N + E frames.
 
-    Frames are numbered in the order they are written. A slot holds a frame, the transition that
-    ends there, and the number of the frame where that transition starts (-1: no transition).
-    A slot is also appended to a file. A resumed run reads the file instead of a new copy of all.
+    Frames are numbered in the order they are written. A slot holds a frame and the transition that
+    ends there; `starts` has the number of the frame where that transition starts (-1: nowhere).
+    All records are also appended to a file. A resumed run stores them again.
     """
-
-    STORED = ("actions", "rewards", "masks", "grasp_penalty")
 
     def __init__(self, capacity, record_dtype, path=os.devnull):
         if capacity < 2:
             raise ValueError("a transition has two frames")
-        columns = [(name, record_dtype[name]) for name in self.STORED]
-        columns += [("frame", record_dtype["obs"]), ("start", np.int64)]
-        self.slots = np.zeros(capacity, np.dtype(columns))
-        self.starts = np.full(capacity, -1)  # like slots["start"], but fast to search
+        self.record_dtype = record_dtype
+        self.columns = [name for name in record_dtype.names if name != "obs"]
+        slot_dtype = [(name, record_dtype[name]) for name in self.columns]
+        self.slots = np.zeros(capacity, slot_dtype)
+        self.starts = np.full(capacity, -1)
         self.num_frames = 0
-        self.newest = {}  # actor -> number of the newest frame of its episode
+        self.newest = {}  # rank of an actor -> number of its newest frame
         self.file = open(path, "ab")
+        self.num_records = 0  # in the file
 
     def ends(self):
         """Slots where a transition ends whose first frame has not been overwritten"""
@@ -593,53 +597,45 @@ class FrameBuffer:
     def __len__(self):
         return len(self.ends())
 
-    def append(self, frame, record, start):
+    def frames(self, numbers):
+        return self.slots["next_obs"][numbers % len(self.slots)]
+
+    def append(self, frame, record, start) -> int:
         slot = self.num_frames % len(self.slots)
-        for name in self.STORED:
-            self.slots[name][slot] = record[name]
-        self.slots["frame"][slot] = frame
-        self.slots["start"][slot] = start
+        self.slots[slot] = record[self.columns]
+        self.slots["next_obs"][slot] = frame
         self.starts[slot] = start
-        self.file.write(self.slots[slot].tobytes())
         self.num_frames += 1
         return self.num_frames - 1
 
-    def insert(self, record, actor=None):
-        """Frames are shared if they are equal: no transition crosses a gap between two steps."""
-        start = self.newest.pop(actor, -math.inf)
+    def store(self, record):
+        """A frame is shared with the transition before only if both are equal: no transition
+        crosses a gap or the end of an episode."""
+        actor = int(record["ranks"])
+        start = self.newest.get(actor, -math.inf)
         is_overwritten = start <= self.num_frames - len(self.slots)
-        if is_overwritten or self.frame(start).tobytes() != record["obs"].tobytes():
+        if is_overwritten or self.frames(start).tobytes() != record["obs"].tobytes():
             start = self.append(record["obs"], record, -1)
-        end = self.append(record["next_obs"], record, start)
-        if not record["dones"]:
-            self.newest[actor] = end
+        self.newest[actor] = self.append(record["next_obs"], record, start)
 
-    def extend(self, records):
-        for record in records:
-            self.insert(record)
-
-    def frame(self, number):
-        return self.slots["frame"][number % len(self.slots)]
+    def insert(self, record):
+        self.store(record)
+        self.file.write(record.tobytes())
+        self.num_records += 1
 
     def sample(self, num_rows, rng):
         """Draw with replacement.  -> slots where transitions end (N,), first frames (N,)"""
         ends = rng.choice(self.ends(), num_rows)
-        return self.slots[ends], self.frame(self.starts[ends])
+        return self.slots[ends], self.frames(self.starts[ends])
 
-    def load(self, num_frames):
-        """Continue after this many frames in the file; a kill may have left more of them."""
-        itemsize = self.slots.dtype.itemsize
-        if num_frames * itemsize > os.path.getsize(self.file.name):
-            sys.exit(f"{self.file.name} has fewer than {num_frames} frames: it cannot be resumed")
-        self.file.truncate(num_frames * itemsize)
-        first = max(0, num_frames - len(self.slots))
-        numbers = np.arange(first, num_frames) % len(self.slots)
-        if num_frames:
-            self.slots[numbers] = np.memmap(
-                self.file.name, self.slots.dtype, "r", first * itemsize, len(numbers)
-            )
-        self.starts[numbers] = self.slots["start"][numbers]
-        self.num_frames = num_frames
+    def load(self, num_records):
+        """Continue after this many records of the file; a kill may have left more of them."""
+        itemsize = self.record_dtype.itemsize
+        with open(self.file.name, "rb") as file:
+            for _ in range(num_records):
+                self.store(np.frombuffer(file.read(itemsize), self.record_dtype)[0])
+        self.file.truncate(num_records * itemsize)
+        self.num_records = num_records
 
 
 def check_memory(num_bytes):
@@ -693,12 +689,11 @@ def sample_batch(args, online_rb, demo_rb, layout, update, device) -> dict:
     slots = np.concatenate([online_slots, demo_slots])
     frames = np.concatenate([online_frames, demo_frames])
     if args.augment_pad:
-        for obs in (frames, slots["frame"]):
+        for obs in (frames, slots["next_obs"]):
             for key in obs.dtype.names:
                 if obs[key].ndim == 4:
                     obs[key] = random_shift(obs[key], args.augment_pad, rng)
     batch = to_tensors(slots, device)
-    batch["next_obs"] = batch.pop("frame")
     batch["obs"] = to_tensors(frames, device)
     batch["is_demo"] = torch.arange(args.batch_size, device=device) >= num_online
     if layout.num_grippers:  # hybrid: grasp; only continuous dims enter Q(s,a)
@@ -708,33 +703,25 @@ def sample_batch(args, online_rb, demo_rb, layout, update, device) -> dict:
 
 
 # --- rollout ---
-def image_or_vector(name, value) -> np.ndarray:
-    """An image stays (H,W,channels) uint8, a vector becomes float32. A leading axis of 1 goes."""
+def to_array(name, value, shape=None) -> np.ndarray:
+    """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
     value = np.atleast_1d(value)
     if value.ndim in (2, 4) and len(value) == 1:
         value = value[0]
-    if value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] <= min(value.shape):
-        return value.copy()  # an environment may draw its next image into the same array
-    if value.ndim != 1 or value.dtype.kind not in "biuf":
+    if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape):
+        value = value.copy()  # an environment may draw its next image into the same array
+    elif value.ndim == 1:
+        value = value.astype(np.float32)
+    else:
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected uint8 (H,W,channels) or a vector")
-    value = value.astype(np.float32)
+    if shape is not None and value.shape != tuple(shape):
+        raise ValueError(f"{name} has the shape {value.shape}: expected {tuple(shape)}")
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
     return value
-
-
-def check_observation(raw: dict, obs_shapes: dict) -> dict[str, np.ndarray]:
-    """The same boundary for environments, data files and `agent.act`"""
-    if set(raw) != set(obs_shapes):
-        raise ValueError(f"found observations {sorted(raw)}: expected {sorted(obs_shapes)}")
-    obs = {key: image_or_vector(key, raw[key]) for key in obs_shapes}
-    for key, shape in obs_shapes.items():
-        if obs[key].shape != tuple(shape):
-            raise ValueError(f"{key} has shape {obs[key].shape}: expected {tuple(shape)}")
-    return obs
 
 
 def hold_grippers(commands, last_commands):
@@ -752,57 +739,55 @@ class Robot:
         space = self.env.action_space
         num_arms, num_grippers = SETUP_MODES[args.setup_mode]
         is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
-        if not is_box or space.shape[0] % num_arms or (space.low >= space.high).any():
+        if not is_box or space.shape[0] % num_arms or (space.low == space.high).any():
             sys.exit(f"{args.env_id} has actions {space}: expected a bounded Box, {num_arms} arms")
         self.center = (space.high + space.low) / 2
         self.scale = (space.high - space.low) / 2
         self.layout = ActionLayout(space.shape[0], num_grippers)
-
-        raw = self.reset_env(seed=0, allow_intervention=False)
-        keys = args.image_keys or sorted(raw)
-        if not set(keys) <= set(raw):
-            sys.exit(f"--image-keys {keys}: the environment observes {sorted(raw)}")
-        first_obs = {key: image_or_vector(key, raw[key]) for key in keys}
-        self.obs_shapes = {key: value.shape for key, value in first_obs.items()}
-        cameras = [shape for shape in self.obs_shapes.values() if len(shape) == 3]
-        if len(set(cameras)) > 1:
-            sys.exit(f"all images must have one shape: {self.obs_shapes}")
-        unseen = sorted(set(raw) - set(keys))
-        print(f"the policy sees {self.obs_shapes}, and not {unseen}")
-        self.record_dtype = make_record_dtype(first_obs, space.shape[0])
+        self.obs_shapes = {}
+        self.reset(seed=0)
+        self.obs_shapes = {key: value.shape for key, value in self.obs.items()}
+        print(f"the policy sees {self.obs_shapes}")
+        self.record_dtype = make_record_dtype(self.obs, space.shape[0])
         self.is_done = True  # the first turn starts an episode
-        self.policy = SACHybridAgent(**self.sizes(), args=args)
+        self.policy = self.make_agent("cpu")
 
-    def sizes(self) -> dict:
-        """Arguments of SACHybridAgent"""
-        return dict(
+    def make_agent(self, device):
+        return SACHybridAgent(
             image_keys=[key for key, shape in self.obs_shapes.items() if len(shape) == 3],
             continuous_action_dim=len(self.layout.continuous),
             grasp_action_dim=self.layout.grasp_dim,
+            device=device,
+            args=self.args,
             obs_shapes=self.obs_shapes,
         )
 
-    def reset_env(self, seed, allow_intervention) -> dict:
+    def observe(self, raw) -> dict[str, np.ndarray]:
+        """What the policy sees of an observation, of the environment or of a data file"""
+        if not isinstance(raw, dict):
+            raw = {"state": raw}
+        keys = self.obs_shapes or self.args.image_keys or sorted(raw)
+        if not raw.keys() >= set(keys):
+            raise ValueError(f"found observations {sorted(raw)}: expected {[*keys]}")
+        return {key: to_array(key, raw[key], self.obs_shapes.get(key)) for key in keys}
+
+    def reset(self, seed, allow_intervention=False):
         getattr(self.env, "unwrapped", self.env).allow_intervention = allow_intervention
         if isinstance(self.env, gym.Env):
             raw, _ = self.env.reset(seed=seed)
         else:
             raw, _ = self.env.reset()
-        return raw if isinstance(raw, dict) else {"state": raw}
-
-    def observe(self, raw) -> dict:
-        """What the policy sees of an observation"""
-        raw = raw if isinstance(raw, dict) else {"state": raw}
-        seen = {key: raw[key] for key in self.obs_shapes if key in raw}
-        return check_observation(seen, self.obs_shapes)
-
-    def reset(self, seed, allow_intervention=False):
-        self.obs = self.observe(self.reset_env(seed, allow_intervention))
+        self.obs = self.observe(raw)
         self.is_done = False
         self.last_commands = np.zeros(self.layout.num_grippers)  # grippers are open
         self.episodic_return = 0.0
         self.episodic_length = 0
         self.was_human = False
+
+    def normalize(self, name, action):
+        """From the units of the environment to [-1,1]"""
+        action = to_array(name, action, self.center.shape)
+        return ((action - self.center) / self.scale).clip(-1, 1)
 
     def step(self, action) -> np.ndarray:
         """-> record of what was executed, by the policy or by the human"""
@@ -813,12 +798,9 @@ class Robot:
         raw, reward, terminated, truncated, info = self.env.step(executed)
         is_human = info.get("intervene_action") is not None
         if is_human:
-            human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().float().numpy()
-            if human_action.shape != executed.shape or not np.isfinite(human_action).all():
-                raise ValueError(f"intervene_action must be {executed.shape} finite numbers")
-            action = ((human_action - self.center) / self.scale).clip(-1, 1)
-        if not math.isfinite(reward):
-            raise ValueError("the environment gave a reward that is not finite")
+            human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
+            action = self.normalize("intervene_action", human_action)
+        reward = to_array("reward", reward, (1,)).item()
         success = terminated and reward > 0
         for name in ("succeed", "success", "is_success"):
             success = info.get(name, success)
@@ -836,6 +818,7 @@ class Robot:
             grasp_penalty=GRASP_PENALTY * toggles,
             interventions=is_human,
             takeovers=is_human and not self.was_human,
+            ranks=rank(),
             success_rate=success,
             episodic_return=self.episodic_return,
             episodic_length=self.episodic_length,
@@ -848,18 +831,13 @@ class Robot:
         self.is_done = bool(record["dones"])
         return record
 
-    def close(self):
-        if hasattr(self.env, "close"):
-            self.env.close()
-
     def take_turn(self, step, weights) -> np.ndarray:
         """One environment step with these weights of the policy.  -> its record"""
         nn.utils.vector_to_parameters(weights, self.policy.acting_parameters())
         rng = random_numbers(self.args.seed, "step", step)
         if self.is_done:
             if self.args.intervention_steps:
-                progress = step / self.args.intervention_steps
-                self.env.intervention_probability = 1 - progress
+                self.env.intervention_probability = 1 - step / self.args.intervention_steps
             self.reset(int(rng.integers(2**31)), allow_intervention=True)
         if step < self.args.random_steps:
             action = rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
@@ -939,6 +917,8 @@ class Progress:
     intervention_count: int = 0
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
+    online_records: int = 0  # in the files of the buffers
+    demo_records: int = 0
     best_score: list[float] = field(default_factory=list)
     best_agent: dict | None = None
 
@@ -950,7 +930,7 @@ def main(args: Args) -> dict[str, float]:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
-    signals = catch_signals()
+    signals = Signals()
     join_ranks()
     robot = Robot(args)
     remote_robots = [RemoteRobot(robot.record_dtype, peer) for peer in range(1, world_size())]
@@ -958,14 +938,15 @@ def main(args: Args) -> dict[str, float]:
         remote_robots[rank() - 1].serve(robot)
         return {}
 
-    agent = SACHybridAgent(**robot.sizes(), device=device, args=args)
+    agent = robot.make_agent(device)
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
-    is_resumed = args.resume and (Path(args.run_dir) / "latest.pth").exists()
+    saved_path = Path(args.run_dir or "") / "latest.pth"
+    is_resumed = args.resume and saved_path.exists()
     demos = []
     failures = []
-    if not is_resumed:  # before there is a run folder: an unusable file leaves nothing behind
+    if not is_resumed:  # before there is a run folder: a bad data file leaves nothing behind
         demos = load_demos(args, robot)
-        failures = [record for path in args.failure_paths for record in read_demos(path, robot)]
+        failures = read_demos(args.failure_paths, robot)
     run = Run(args)
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
@@ -973,9 +954,13 @@ def main(args: Args) -> dict[str, float]:
     demo_rb = FrameBuffer(args.buffer_size, robot.record_dtype, run.dir / "demo_rb.bin")
     progress = Progress()
     if is_resumed:
-        progress = load_run(run, agent, online_rb, demo_rb)
-    online_rb.extend(failures)
-    demo_rb.extend(demos)
+        progress = load_run(run, agent)
+    online_rb.load(progress.online_records)
+    demo_rb.load(progress.demo_records)
+    for record in failures:
+        online_rb.insert(record)
+    for record in demos:
+        demo_rb.insert(record)
 
     steps = iter(range(progress.global_step, args.max_steps))
     published = {"weights": agent.acting_weights()}
@@ -1000,9 +985,9 @@ def main(args: Args) -> dict[str, float]:
         progress.global_step += 1
         is_last = progress.global_step == args.max_steps
         is_between_episodes = is_last or record["dones"] > 0
-        online_rb.insert(record, actor)
+        online_rb.insert(record)
         if record["interventions"]:
-            demo_rb.insert(record, actor)
+            demo_rb.insert(record)
         progress.intervention_steps += int(record["interventions"])
         progress.intervention_count += int(record["takeovers"])
         if record["dones"]:
@@ -1071,16 +1056,17 @@ def main(args: Args) -> dict[str, float]:
             name = f"checkpoint_{progress.global_step}.pth"
             save_checkpoint(save_dir / name, **agent.checkpoint())
             is_save_due = True
-        if is_between_episodes and (is_save_due or is_last or signals):
+        if is_between_episodes and (is_save_due or is_last or signals.received):
             save_run(run, agent, online_rb, demo_rb, progress)
             is_save_due = False
-            if signals:
+            if signals.received:
                 break
         actor.steps.put(next(steps, None))
         if record["dones"]:
             actor.next_episode.release()
 
     bar.close()
+    signals.release()
     for actor in actors:
         actor.stop()
     for remote in remote_robots:
@@ -1089,7 +1075,8 @@ def main(args: Args) -> dict[str, float]:
         print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
     else:
         metrics |= finish_run(args, run, agent, robot, progress, save_dir)
-    robot.close()
+    if hasattr(robot.env, "close"):
+        robot.env.close()
     return metrics
 
 
@@ -1106,11 +1093,10 @@ def mean_of_each(rows: list[dict]) -> dict[str, float]:
 
 
 def status_line(metrics: dict) -> str:
+    names = "losses/critic_loss losses/grasp_critic_loss losses/actor_loss losses/alpha_loss"
+    names += " losses/alpha charts/intervention_rate eval/success_rate eval/steps_to_success"
     shown = []
-    for name in (
-        "losses/critic_loss", "losses/grasp_critic_loss", "losses/actor_loss", "losses/alpha_loss",
-        "losses/alpha", "charts/intervention_rate", "eval/success_rate", "eval/steps_to_success",
-    ):  # fmt: skip
+    for name in names.split():
         if metrics.get(name) is not None:
             shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
     return " ".join(shown)
@@ -1124,26 +1110,24 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     if report:
         run.log({"global_step": progress.global_step} | report)
     save_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
-    pictures = [run.dir / "curves.png"]
     if args.capture_video and args.report_episodes:
-        pictures += write_video(run.dir / "policy.gif", robot, agent, args.report_episodes)
-    run.finish(
-        {
-            "success rate": ["charts/success_rate", "eval/success_rate"],
-            "steps to success": ["eval/steps_to_success"],
-            "share of steps by the human": ["charts/intervention_rate"],
-            "mean Q value": ["losses/q_values"],
-        }
-    )
+        write_video(run.dir / "policy.gif", robot, agent, args.report_episodes)
+    panels = {
+        "success rate": ["charts/success_rate", "eval/success_rate"],
+        "environment steps to success": ["eval/steps_to_success"],
+        "share of steps by the human": ["charts/intervention_rate"],
+        "mean Q value (discounted return)": ["losses/q_values"],
+    }
+    run.finish(panels)
 
-    before = [row["eval/success_rate"] for row in run.rows if "eval/success_rate" in row]
-    change = "success rate: not evaluated"
-    if before and report:
-        change = f"success rate {before[0]:.2f} -> {report['report/success_rate']:.2f}"
-    print(f"{change}, {progress.global_step} steps, {run.rows[-1]['time']:.0f} s")
-    print("pictures:", *pictures)
-    longer = f"--resume --run-dir {run.dir} --max-steps {2 * args.max_steps}"
-    print(f"load {save_dir}/final_model.pth with agent.load, or train longer: {longer}")
+    change = "the policy was not evaluated"
+    if report and args.eval_episodes:
+        first = next(row for row in run.rows if "eval/success_rate" in row)
+        change = f"success rate {first['eval/success_rate']:.2f} -> "
+        change += f"{report['report/success_rate']:.2f}"
+    print(f"{change}, {progress.global_step} environment steps, {run.rows[-1]['time']:.0f} s")
+    print(f"the pictures, curves.png and policy.gif, are in {run.dir}")
+    print(f"load the model: agent.load('{save_dir}/final_model.pth')")
     return report
 
 
@@ -1164,12 +1148,11 @@ def make_env(args: Args):
 
 
 def axes_of(pose):
-    """Directions of an object in this pose: along it, across it, and up"""
-    pitch, yaw = pose[4:] * math.pi / 2
-    along = np.array(
-        [math.cos(yaw) * math.cos(pitch), math.sin(yaw) * math.cos(pitch), math.sin(pitch)]
-    )
-    across = np.array([-math.sin(yaw), math.cos(yaw), 0])
+    """Directions of an object in this pose: along it, across it, and up. Tilt is not to scale."""
+    *_, roll, pitch, yaw = pose
+    angle = yaw * math.pi / 2
+    along = np.array([math.cos(angle), math.sin(angle), pitch])
+    across = np.array([-math.sin(angle), math.cos(angle), roll])
     return along, across, np.cross(along, across)
 
 
@@ -1348,10 +1331,8 @@ def write_demos(path, records):
 def create_data_or_test(args: Args) -> dict[str, float]:
     """--create-data, --test quick (a short run in a temporary folder), --test full"""
     if args.test == "quick":
-        short = dict(max_steps=60, training_starts=20, log_interval=20)
-        short |= dict(eval_episodes=2, report_episodes=2, test=None)
         with tempfile.TemporaryDirectory() as folder:
-            return main(replace(args, run_dir=f"{folder}/run", **short))
+            return main(replace(args, **QUICK_TEST, run_dir=f"{folder}/run"))
     success_path = "test_data/success_demo.pkl"
     failure_path = "test_data/failure_demo.pkl"
     robot = Robot(args)
@@ -1390,74 +1371,63 @@ def load_transitions(path) -> list[dict]:
     """A pickled list of transitions, or an .npz of columns such as observations/image"""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
-        transitions = [{} for _ in columns["actions"]]
-        for name, column in columns.items():
-            group, _, key = name.partition("/")
-            for transition, value in zip(transitions, column, strict=True):
-                if key:
-                    transition.setdefault(group, {})[key] = value
-                else:
-                    transition[name] = value
-        return transitions
+        rows = zip(*columns.values(), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
-    for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":
-            raise ValueError("big-endian numbers are not supported")
-        if opcode.name == "LONG_BINPUT" and argument > len(data):
-            raise ValueError("it asks for more memory than it has bytes")
+    if any(argument == ">" for _, argument, _ in pickletools.genops(data)):
+        raise ValueError("big-endian numbers are not supported")
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def read_demos(path, robot) -> list[np.ndarray]:
-    """Records of a .pkl or .npz file. Its actions are in the units of the environment."""
-    place = "as a whole"
+def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
+    """-> record. Numbers that a file does not have are worked out."""
+    record = np.zeros((), robot.record_dtype)
+    for name, source in (("obs", "observations"), ("next_obs", "next_observations")):
+        raw = transition.get(source)
+        if raw is None:  # columns of an .npz
+            raw = {key.removeprefix(f"{source}/"): value for key, value in transition.items()}
+        record[name] = tuple(robot.observe(raw).values())
+    record["actions"] = robot.normalize("actions", transition["actions"])
+    commands = record["actions"][robot.layout.gripper]
+    _, toggles = hold_grippers(commands, last_commands)
+    numbers = dict(masks=1.0 - transition["dones"], grasp_penalty=GRASP_PENALTY * toggles)
+    numbers |= transition
+    for name in ("rewards", "dones", "masks", "grasp_penalty"):
+        record[name] = to_array(name, numbers[name], (1,)).item()
+    if not 0 <= record["masks"] <= 1:
+        raise ValueError("masks must be in [0,1]")
+    return record
+
+
+def read_demos(paths, robot) -> list[np.ndarray]:
+    """Records of .pkl and .npz files. Their actions are in the units of the environment."""
     records = []
-    last_commands = np.zeros(robot.layout.num_grippers)
-    try:
-        transitions = load_transitions(path)
-        size = len(transitions) * robot.record_dtype.itemsize
-        if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-            raise ValueError(f"it would become {size} bytes in memory")
-        for row, transition in enumerate(transitions):
-            place = f"row {row}"
-            record, last_commands = read_transition(transition, robot, last_commands)
-            records.append(record)
-        if not records:
-            raise ValueError("there are no transitions")
-    except Exception as error:  # a damaged file can raise any type
-        sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
+    for path in paths:
+        place = "as a whole"
+        last_commands = np.zeros(robot.layout.num_grippers)
+        try:
+            transitions = load_transitions(path)
+            size = len(transitions) * robot.record_dtype.itemsize
+            if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
+                raise ValueError(f"it would become {size} bytes in memory")
+            for row, transition in enumerate(transitions):
+                place = f"row {row}"
+                record = read_transition(transition, robot, last_commands)
+                records.append(record)
+                commands = record["actions"][robot.layout.gripper]
+                last_commands, _ = hold_grippers(commands, last_commands)
+                last_commands = last_commands * (record["dones"] == 0)  # an episode starts open
+            if not transitions:
+                raise ValueError("there are no transitions")
+        except Exception as error:  # a damaged file can raise any type
+            sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
     return records
 
 
-def read_transition(transition, robot, last_commands):
-    """-> record, gripper commands in force after it"""
-    record = np.zeros((), robot.record_dtype)
-    record["obs"] = tuple(robot.observe(transition["observations"]).values())
-    record["next_obs"] = tuple(robot.observe(transition["next_observations"]).values())
-    actions = image_or_vector("actions", transition["actions"])
-    if actions.shape != robot.center.shape:
-        raise ValueError(f"actions has shape {actions.shape}: expected {robot.center.shape}")
-    record["actions"] = ((actions - robot.center) / robot.scale).clip(-1, 1)
-    commands = record["actions"][robot.layout.gripper]
-    last_commands, toggles = hold_grippers(commands, last_commands)
-    scalars = dict(masks=1.0 - transition["dones"], grasp_penalty=GRASP_PENALTY * toggles)
-    scalars |= transition  # a file may have both
-    for name in ("rewards", "dones", "masks", "grasp_penalty"):
-        value = image_or_vector(name, scalars[name])
-        if value.shape != (1,):
-            raise ValueError(f"{name} has shape {value.shape}: expected a number")
-        record[name] = value[0]
-    if not 0 <= record["masks"] <= 1:
-        raise ValueError("masks must be in [0,1]")
-    if record["dones"]:
-        last_commands = np.zeros_like(last_commands)  # an episode starts with open grippers
-    return record, last_commands
-
-
 def load_demos(args, robot) -> list[np.ndarray]:
-    if not args.demo_paths:
-        return make_demos(robot, args.num_demos)
-    return [record for path in args.demo_paths for record in read_demos(path, robot)]
+    if args.demo_paths:
+        return read_demos(args.demo_paths, robot)
+    return make_demos(robot, args.num_demos)
 
 
 # --- video ---
@@ -1466,16 +1436,25 @@ def take_picture(robot) -> np.ndarray | None:
     picture = None
     if hasattr(robot.env, "render"):
         picture = robot.env.render()
-    if picture is None:
-        images = [value for value in robot.obs.values() if value.ndim == 3]
-        picture = np.concatenate(images, 1) if images else None
+    images = [value for value in robot.obs.values() if value.ndim == 3]
+    if picture is None and images:
+        picture = np.concatenate(images, 1)
     return picture
 
 
-def film(robot, player: str, act, seed) -> list[np.ndarray]:
-    """Pictures of an episode, 320 pixels high or more, with a caption"""
+def write_caption(picture, caption) -> np.ndarray:
+    """The picture, 320 pixels high or more, under a line of text"""
     from PIL import Image, ImageDraw
 
+    zoom = math.ceil(320 / len(picture))
+    picture = picture.repeat(zoom, 0).repeat(zoom, 1)
+    image = Image.fromarray(np.pad(picture, ((30, 0), (0, 0), (0, 0)), constant_values=255))
+    ImageDraw.Draw(image).text((14, 4), caption, "black", font_size=18)
+    return np.asarray(image)
+
+
+def film(robot, player: str, act, seed) -> list[np.ndarray]:
+    """One episode in pictures"""
     pictures = []
 
     def act_and_film(obs):
@@ -1484,31 +1463,18 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
 
     records = play(robot, act_and_film, seed)
     pictures.append(take_picture(robot))
-    result = "time-out"
-    if records["success_rate"][-1]:
-        result = "success"
-    frames = []
-    for step, picture in enumerate(pictures):
-        caption = f"{player}, step {step}"
-        if step == len(records):
-            caption += f": {result}"
-        image = Image.fromarray(picture)
-        zoom = math.ceil(320 / min(image.size))
-        image = image.resize((zoom * image.width, zoom * image.height), Image.Resampling.NEAREST)
-        frame = Image.new("RGB", (image.width, image.height + 30), "white")
-        frame.paste(image, (0, 30))
-        ImageDraw.Draw(frame).text((14, 4), caption, "black", font_size=18)
-        frames.append(np.asarray(frame))
-    return frames
+    captions = [f"{player}, step {step}" for step in range(len(pictures))]
+    captions[-1] += ": success" if records["success_rate"][-1] else ": time-out"
+    return list(map(write_caption, pictures, captions))
 
 
-def write_video(path, robot, agent, num_episodes) -> list[Path]:
+def write_video(path, robot, agent, num_episodes):
     """The same starts played by the scripted human, if there is one, and by the policy"""
     from PIL import Image
 
     if take_picture(robot) is None:
-        print("no policy.gif: the environment has neither render() nor images")
-        return []
+        print("there is no policy.gif: the environment has neither render() nor images")
+        return
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
         players = {"human": lambda obs: robot.env.human()} | players
@@ -1519,7 +1485,6 @@ def write_video(path, robot, agent, num_episodes) -> list[Path]:
             pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
             frames.append(Image.fromarray(np.concatenate(pictures, 1)))
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=250, loop=0)
-    return [path]
 
 
 # --- run folder ---
@@ -1551,7 +1516,11 @@ class Run:
             import wandb
 
             self.wandb = wandb.init(
-                project=args.wandb_project_name, id=self.dir.name, dir=self.dir, config=config
+                project=args.wandb_project_name,
+                id=self.dir.name,
+                dir=self.dir,
+                config=config,
+                resume="allow",
             )
 
     def log(self, metrics: dict):
@@ -1564,7 +1533,7 @@ class Run:
             self.wandb.log(row, step=row["global_step"])
 
     def finish(self, panels: dict[str, list[str]]):
-        """Write summary.json and curves.png, with one panel per title and one line per metric."""
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
@@ -1572,18 +1541,23 @@ class Run:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (title, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, title=title, xlabel="environment steps")
-            for name in names:
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(1, len(panels), i, xlabel="environment steps", ylabel=ylabel)
+            for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                axis.plot(steps, [row[name] for row in rows], label=name)
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
 
+# --- command line ---
 @dataclass
 class FirstOptions:
     """The options on which the defaults of the others depend."""
@@ -1622,21 +1596,17 @@ def save_run(run, agent, online_rb, demo_rb, progress):
     """What --resume needs: latest.pth and the files of the buffers"""
     online_rb.file.flush()
     demo_rb.file.flush()
+    progress.online_records = online_rb.num_records
+    progress.demo_records = demo_rb.num_records
     save_checkpoint(
-        run.dir / "latest.pth",
-        agent=agent.checkpoint(),
-        progress=vars(progress),
-        online_frames=online_rb.num_frames,
-        demo_frames=demo_rb.num_frames,
-        rows=run.rows,
+        run.dir / "latest.pth", agent=agent.checkpoint(), progress=vars(progress), rows=run.rows
     )
 
 
-def load_run(run, agent, online_rb, demo_rb) -> Progress:
+def load_run(run, agent) -> Progress:
+    """Restore the agent and the logged rows."""
     state = torch.load(run.dir / "latest.pth", map_location="cpu", weights_only=True)
     agent.load(state["agent"], agent.args)
-    online_rb.load(state["online_frames"])
-    demo_rb.load(state["demo_frames"])
     run.rows = state["rows"]
     if run.rows:
         run.start_time -= run.rows[-1]["time"]
@@ -1647,18 +1617,24 @@ def load_run(run, agent, online_rb, demo_rb) -> Progress:
     return progress
 
 
-def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM are appended to this list. A second one ends the process at once."""
-    received = []
+class Signals:
+    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
 
-    def handle(number, _):
-        if received:
-            sys.exit(1)
-        received.append(number)
+    def __init__(self):
+        self.received = False
+        self.previous_handlers = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python handles signals in the main thread only
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
-    signal.signal(signal.SIGINT, handle)
-    signal.signal(signal.SIGTERM, handle)
-    return received
+    def handle(self, number, frame):
+        self.received = True
+        self.release()
+
+    def release(self):
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
 
 
 # --- distributed ---
