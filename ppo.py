@@ -82,7 +82,7 @@ class Args:
     max_grad_norm: float = 1.0  # clip the norm of the gradient
     # PPO
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # 0: one-step TD advantage, 1: Monte Carlo advantage
+    gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
     norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
     clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
     vf_clip_coef: float = 0.2  # clip range of value updates
@@ -266,7 +266,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
     is_text = (rows["response_mask"] == 1) & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
-    responses = tokenizer.batch_decode(text_ids, skip_special_tokens=True)
+    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
     scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
@@ -551,10 +551,11 @@ def final_answer(text: str) -> str:
 
 
 def verify(response: str, answer: str) -> bool:
-    """Compare final answers: as numbers if the answer is a number, else as text."""
+    """Compare final answers: the last word that is a number if the answer is one, else the text."""
     response = final_answer(response)
     number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    numbers = re.findall(number, response)
+    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
+    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
     if numbers and re.fullmatch(number, answer):
         return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
     return response == answer
@@ -613,8 +614,9 @@ def make_task(args):
         scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
-    eval_size = min(args.eval_size, math.ceil(len(pairs) / 10))
-    eval_pairs = dict(random.Random(0).sample(pairs, eval_size))
+    answers = dict(pairs)  # prompts may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
+    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
     train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
