@@ -80,7 +80,7 @@ Files = Annotated[UseAppendAction[tuple[str, ...]], arg(aliases=["--offline-data
 class Args:
     # run
     seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for what is built in, else an accelerator)
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     exp_name: str | None = None  # in the place of {script} there
