@@ -1126,7 +1126,7 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
         change = f"success rate {first['eval/success_rate']:.2f} -> "
         change += f"{report['report/success_rate']:.2f}"
     print(f"{change}, {progress.global_step} environment steps, {run.rows[-1]['time']:.0f} s")
-    print(f"the pictures, curves.png and policy.gif, are in {run.dir}")
+    print(f"the pictures are in {run.dir}")
     print(f"load the model: agent.load('{save_dir}/final_model.pth')")
     return report
 
