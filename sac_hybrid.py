@@ -222,8 +222,8 @@ class EnsembleLinear(nn.Module):
         bound = in_dim**-0.5  # initialized like nn.Linear
         self.weight = nn.Parameter(torch.empty(num_critics, in_dim, out_dim))
         self.bias = nn.Parameter(torch.empty(num_critics, 1, out_dim))
-        nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.uniform_(self.bias, -bound, bound)
+        for parameter in (self.weight, self.bias):
+            nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
@@ -279,13 +279,10 @@ class Encoder(nn.Module):
         super().__init__()
         self.image_keys = [key for key, shape in obs_shapes.items() if len(shape) == 3]
         self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
-        image_shapes = [obs_shapes[key] for key in self.image_keys]
-        if len({shape[-1] for shape in image_shapes}) > 1:
-            raise ValueError(f"all images need the same number of channels: {obs_shapes}")
         state_dim = sum(math.prod(obs_shapes[key]) for key in self.vector_keys)
         self.dim = state_dim
-        if self.image_keys:
-            self.image = ImageEncoder(image_shapes[0])  # one for all cameras
+        if self.image_keys:  # one encoder for all cameras
+            self.image = ImageEncoder(obs_shapes[self.image_keys[0]])
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -703,7 +700,7 @@ def sample_batch(args, online_rb, demo_rb, layout, update, device) -> dict:
 
 
 # --- rollout ---
-def to_array(name, value, shape=None) -> np.ndarray:
+def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
@@ -717,8 +714,8 @@ def to_array(name, value, shape=None) -> np.ndarray:
     else:
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected uint8 (H,W,channels) or a vector")
-    if shape is not None and value.shape != tuple(shape):
-        raise ValueError(f"{name} has the shape {value.shape}: expected {tuple(shape)}")
+    if shape and value.shape != shape:
+        raise ValueError(f"{name} has the shape {value.shape}: expected {shape}")
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
     return value
@@ -738,11 +735,12 @@ class Robot:
         self.env = make_env(args)
         space = self.env.action_space
         num_arms, num_grippers = SETUP_MODES[args.setup_mode]
-        is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
-        if not is_box or space.shape[0] % num_arms or (space.low == space.high).any():
-            sys.exit(f"{args.env_id} has actions {space}: expected a bounded Box, {num_arms} arms")
+        if not isinstance(space, gym.spaces.Box) or space.shape[0] % num_arms:
+            sys.exit(f"{args.env_id} has actions {space}: expected a Box for {num_arms} arms")
         self.center = (space.high + space.low) / 2
         self.scale = (space.high - space.low) / 2
+        if not (np.isfinite(self.scale) & (self.scale > 0)).all():
+            sys.exit(f"{args.env_id} has actions {space}: expected bounds, low < high")
         self.layout = ActionLayout(space.shape[0], num_grippers)
         self.obs_shapes = {}
         self.reset(seed=0)
@@ -1120,12 +1118,11 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     }
     run.finish(panels)
 
-    change = "the policy was not evaluated"
-    if report and args.eval_episodes:
-        first = next(row for row in run.rows if "eval/success_rate" in row)
-        change = f"success rate {first['eval/success_rate']:.2f} -> "
-        change += f"{report['report/success_rate']:.2f}"
-    print(f"{change}, {progress.global_step} environment steps, {run.rows[-1]['time']:.0f} s")
+    names = ("eval/success_rate", "report/success_rate")
+    scores = [f"{row[name]:.2f}" for row in run.rows for name in names if name in row]
+    change = " -> ".join(scores[:1] + scores[1:][-1:]) or "not evaluated"
+    seconds = run.rows[-1]["time"]
+    print(f"success rate {change}, {args.max_steps} environment steps, {seconds:.0f} s")
     print(f"the pictures are in {run.dir}")
     print(f"load the model: agent.load('{save_dir}/final_model.pth')")
     return report
@@ -1215,38 +1212,35 @@ class BarWorld(gym.Env):
         image = brightness[:, None, :, 1] * brightness[None, :, :, 0]
         return (255 * image).astype(np.uint8)
 
-    def segments(self, arm):
-        """Bar and gripper as lines in space: start (x,y,z), end, color, width in pixels"""
+    def shapes(self, arm):
+        """The bar and the gripper as lines through points (n,3), and their colors"""
         along, _, _ = axes_of(self.bar[arm])
         center = self.bar[arm, :3]
-        yield center, center + 0.4 * along, "firebrick", 16
-        yield center, center - 0.4 * along, "royalblue", 16
+        yield np.stack([center, center + 0.4 * along]), "firebrick"
+        yield np.stack([center, center - 0.4 * along]), "royalblue"
         _, across, up = axes_of(self.pose[arm])
-        gap = 0.22 if self.is_open[arm] else 0.08
-        palm = self.pose[arm, :3] + 0.25 * up
-        yield palm, palm + 0.3 * up, "dimgray", 14
-        yield palm - gap * across, palm + gap * across, "dimgray", 10
-        for finger in (palm - gap * across, palm + gap * across):
-            yield finger, finger - 0.3 * up, "black", 10
+        gap = (0.22 if self.is_open[arm] else 0.08) * across  # from the middle to a finger
+        palm = 0.3 * up
+        yield self.pose[arm, :3] + np.stack([-gap, palm - gap, palm + gap, gap]), "black"
+        yield self.pose[arm, :3] + np.stack([palm, 2 * palm]), "dimgray"
 
     def render(self):
         """Each arm from above and from the side.  -> (640,320*arms,3) uint8"""
         from PIL import Image, ImageDraw
 
-        columns = []
+        image = Image.new("RGB", (320 * self.num_arms, 640), "white")
+        canvas = ImageDraw.Draw(image)
         for arm in range(self.num_arms):
-            image = Image.new("RGB", (320, 640), "white")
-            canvas = ImageDraw.Draw(image)
-            canvas.rectangle([10, 10, 310, 310], "burlywood")  # the table from above
-            canvas.rectangle([10, 600, 310, 630], "burlywood")  # and from the side
-            for start, end, color, width in self.segments(arm):
-                x, y, z = 120 * np.stack([start, end], 1)  # pixels
-                canvas.line([*zip(160 + x, 160 + y, strict=True)], color, width)
-                canvas.line([*zip(160 + x, 595 - z, strict=True)], color, width)
-            canvas.text((14, 12), "from above", "black", font_size=18)
-            canvas.text((14, 330), "from the side", "black", font_size=18)
-            columns.append(np.asarray(image))
-        return np.concatenate(columns, 1)
+            left = 320 * arm
+            canvas.rectangle([left + 10, 10, left + 310, 310], "burlywood")  # the table
+            canvas.rectangle([left + 10, 600, left + 310, 630], "burlywood")
+            for points, color in self.shapes(arm):
+                x, y, z = 120 * points.T  # pixels
+                canvas.line([*zip(left + 160 + x, 160 + y, strict=True)], color, 12)
+                canvas.line([*zip(left + 160 + x, 595 - z, strict=True)], color, 12)
+            canvas.text((left + 14, 12), "from above", "black", font_size=18)
+            canvas.text((left + 14, 330), "from the side", "black", font_size=18)
+        return np.asarray(image)
 
     def step(self, action):
         info = {}
@@ -1379,8 +1373,8 @@ def load_transitions(path) -> list[dict]:
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
-    """-> record. Numbers that a file does not have are worked out."""
+def read_transition(transition: dict, robot) -> np.ndarray:
+    """-> record, still without the grasp penalty"""
     record = np.zeros((), robot.record_dtype)
     for name, source in (("obs", "observations"), ("next_obs", "next_observations")):
         raw = transition.get(source)
@@ -1388,11 +1382,8 @@ def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
             raw = {key.removeprefix(f"{source}/"): value for key, value in transition.items()}
         record[name] = tuple(robot.observe(raw).values())
     record["actions"] = robot.normalize("actions", transition["actions"])
-    commands = record["actions"][robot.layout.gripper]
-    _, toggles = hold_grippers(commands, last_commands)
-    numbers = dict(masks=1.0 - transition["dones"], grasp_penalty=GRASP_PENALTY * toggles)
-    numbers |= transition
-    for name in ("rewards", "dones", "masks", "grasp_penalty"):
+    numbers = {"masks": 1.0 - transition["dones"]} | transition  # a file may have no masks
+    for name in ("rewards", "dones", "masks"):
         record[name] = to_array(name, numbers[name], (1,)).item()
     if not 0 <= record["masks"] <= 1:
         raise ValueError("masks must be in [0,1]")
@@ -1410,15 +1401,17 @@ def read_demos(paths, robot) -> list[np.ndarray]:
             size = len(transitions) * robot.record_dtype.itemsize
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
                 raise ValueError(f"it would become {size} bytes in memory")
-            for row, transition in enumerate(transitions):
-                place = f"row {row}"
-                record = read_transition(transition, robot, last_commands)
-                records.append(record)
-                commands = record["actions"][robot.layout.gripper]
-                last_commands, _ = hold_grippers(commands, last_commands)
-                last_commands = last_commands * (record["dones"] == 0)  # an episode starts open
             if not transitions:
                 raise ValueError("there are no transitions")
+            for row, transition in enumerate(transitions):
+                place = f"row {row}"
+                record = read_transition(transition, robot)
+                commands = record["actions"][robot.layout.gripper]
+                last_commands, toggles = hold_grippers(commands, last_commands)
+                penalty = transition.get("grasp_penalty", GRASP_PENALTY * toggles)
+                record["grasp_penalty"] = to_array("grasp_penalty", penalty, (1,)).item()
+                last_commands = last_commands * (record["dones"] == 0)  # an episode starts open
+                records.append(record)
         except Exception as error:  # a damaged file can raise any type
             sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
     return records
@@ -1567,20 +1560,20 @@ class FirstOptions:
     resume: bool = False
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args() -> Args:
     """With --resume the options of the run are the defaults; what is typed changes them."""
-    first, _ = tyro.cli(FirstOptions, args=argv, return_unknown_args=True, add_help=False)
-    path = Path(first.run_dir or "") / "args.json"
-    if first.resume and path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    elif first.env_id == BUILT_IN:
+    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    path = Path(typed.run_dir or "") / "args.json"
+    options = {}
+    saved = {}
+    if typed.resume and path.exists():
+        config = json.loads(path.read_text(encoding="utf-8"))
+        saved = {field.name: config[field.name] for field in fields(Args) if field.name in config}
+    elif typed.env_id == BUILT_IN:
         options = BAR_WORLD
         print(f"defaults for {BUILT_IN}: {options}")
-    else:
-        options = {"env_id": first.env_id}
-    args = tyro.cli(Args, description=__doc__, args=argv, default=Args(**options))
-    for name, value in options.items():
+    args = tyro.cli(Args, description=__doc__, default=Args(**options | saved))
+    for name, value in saved.items():
         if name != "resume" and getattr(args, name) != value:
             print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
