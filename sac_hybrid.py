@@ -227,6 +227,8 @@ class EnsembleLinear(nn.Module):
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
+        if self.weight.shape[-1] == 1:  # one column is slow as a matrix product
+            return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
 
@@ -468,9 +470,9 @@ class SACHybridAgent(nn.Module):
             self.skipped_steps += gradient_step(sum(actor_losses.values()), self.actor_optimizer)
 
         # 3 target networks
-        parameters = zip(self.critic_target.parameters(), self.critic.parameters(), strict=True)
-        for slow, fast in parameters:
-            slow.lerp_(fast.detach(), args.tau)
+        with torch.no_grad():
+            slow = list(self.critic_target.parameters())
+            torch._foreach_lerp_(slow, list(self.critic.parameters()), args.tau)
         stats = critic_losses | actor_losses
         stats |= {"q_values": q_values.mean(), "alpha": self.alpha()}
         return {name: value.detach() for name, value in stats.items()}
@@ -577,7 +579,7 @@ class FrameBuffer:
         if capacity < 2:
             raise ValueError("a transition has two frames")
         self.record_dtype = record_dtype
-        self.columns = [name for name in record_dtype.names if name != "obs"]
+        self.columns = ["next_obs", "actions", "rewards", "masks", "grasp_penalty"]
         slot_dtype = [(name, record_dtype[name]) for name in self.columns]
         self.slots = np.zeros(capacity, slot_dtype)
         self.starts = np.full(capacity, -1)
@@ -857,6 +859,7 @@ class ActorThread(threading.Thread):
         self.arrivals = arrivals
         self.steps = queue.Queue()
         self.next_episode = threading.Semaphore(0)
+        self.is_stopped = False
 
     def run(self):
         try:
@@ -865,10 +868,13 @@ class ActorThread(threading.Thread):
                 self.arrivals.put((self, record))
                 if record["dones"]:
                     self.next_episode.acquire()
+                if self.is_stopped:
+                    return
         except BaseException as error:  # the learner raises it
             self.arrivals.put((self, error))
 
     def stop(self):
+        self.is_stopped = True
         self.steps.put(None)
         self.next_episode.release()
         self.join()
@@ -1075,6 +1081,8 @@ def main(args: Args) -> dict[str, float]:
         metrics |= finish_run(args, run, agent, robot, progress, save_dir)
     if hasattr(robot.env, "close"):
         robot.env.close()
+    online_rb.file.close()
+    demo_rb.file.close()
     return metrics
 
 
@@ -1135,7 +1143,10 @@ def make_env(args: Args):
     if args.env_id == BUILT_IN:
         return BarWorld(args.setup_mode, args.human)
     if ".py:" not in args.env_id:
-        return gym.make(args.env_id)
+        env = gym.make(args.env_id)
+        if "rgb_array" in env.metadata.get("render_modes", []):
+            env = gym.make(args.env_id, render_mode="rgb_array")
+        return env
     path, _, name = args.env_id.rpartition(":")
     action_dim = 6 * num_arms + num_grippers
     env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), action_dim)

@@ -597,6 +597,16 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
         main(Args(**TINY, run_dir=str(run)))
 
 
+def test_ctrl_c_with_a_lead_ends(tmp_path, monkeypatch):
+    """An actor that may be many steps ahead does not start another episode after a signal."""
+    monkeypatch.setattr(sac_hybrid.Signals, "received", True, raising=False)
+    monkeypatch.setattr(sac_hybrid.Signals, "__init__", lambda self: None)
+    monkeypatch.setattr(sac_hybrid.Signals, "release", lambda self: None)
+    main(own(tmp_path, "Polite", max_steps=400, max_lead=100))
+    saved = torch.load(tmp_path / "run" / "latest.pth")
+    assert saved["progress"]["global_step"] == 10 and not acting()
+
+
 # --- ranks ---
 def test_torchrun_with_one_learner_and_two_actors(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -663,6 +673,15 @@ def test_pictures_of_the_built_in_environment(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()[-3:]
     assert re.fullmatch(r"success rate \d\.\d\d -> 1\.00, 30 environment steps, \d+ s", lines[0])
     assert "pictures" in lines[1] and "final_model.pth" in lines[2]
+
+
+def test_pictures_of_a_gymnasium_id(tmp_path):
+    pytest.importorskip("pygame")
+    options = dict(setup_mode="single-arm-fixed-gripper", max_steps=20, report_episodes=1)
+    options |= dict(training_starts=5, batch_size=8, hidden_size=16, eval_episodes=0, device="cpu")
+    main(Args(env_id="Pendulum-v1", run_dir=str(tmp_path / "run"), **options))
+    frames = frames_of(tmp_path / "run" / "policy.gif")
+    assert len(frames) > 50 and frames[0].shape == (530, 500, 3)
 
 
 @pytest.mark.parametrize("name, size", [("Renders", (380, 420)), ("Polite", (350, 320))])
