@@ -25,7 +25,7 @@ What differs from HIL-SERL: no pretrained image encoder and no reward classifier
 Shapes: N rows, A action dims, C continuous ones, G grasps, E critics, F features.
 The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
 
-    python sac_hybrid.py                       # lift the bar: about two minutes on a CPU
+    python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
     python sac_hybrid.py --algorithm bc        # imitate the same human instead (HG-DAgger)
     python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image pose
     torchrun --nproc-per-node 3 sac_hybrid.py  # rank 0 learns, ranks 1 and 2 act
@@ -1116,8 +1116,6 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     if report:
         run.log({"global_step": progress.global_step} | report)
     save_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
-    if args.capture_video and args.report_episodes:
-        write_video(run.dir / "policy.gif", robot, agent, args.report_episodes)
     panels = {
         "success rate": ["charts/success_rate", "eval/success_rate"],
         "environment steps to success": ["eval/steps_to_success"],
@@ -1125,6 +1123,11 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
         "mean Q value (discounted return)": ["losses/q_values"],
     }
     run.finish(panels)
+    if args.capture_video and args.report_episodes:
+        try:
+            write_video(run.dir / "policy.gif", robot, agent, args.report_episodes)
+        except Exception as error:  # for example: no display to render on
+            print(f"there is no policy.gif: {error}")
 
     names = ("eval/success_rate", "report/success_rate")
     scores = [f"{row[name]:.2f}" for row in run.rows for name in names if name in row]
@@ -1477,8 +1480,7 @@ def write_video(path, robot, agent, num_episodes):
     from PIL import Image
 
     if take_picture(robot) is None:
-        print("there is no policy.gif: the environment has neither render() nor images")
-        return
+        raise ValueError("the environment has neither render() nor images")
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
         players = {"human": lambda obs: robot.env.human()} | players

@@ -183,6 +183,11 @@ class Renders(Polite):
         return np.full((50, 60, 3), 20 * self.t, np.uint8)
 
 
+class NoDisplay(Polite):
+    def render(self):
+        raise RuntimeError("no display")
+
+
 class Blind(Polite):
     def observe(self):
         return np.full(2, self.t, np.float32)
@@ -694,8 +699,9 @@ def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
     assert {frame.shape for frame in frames} == {(height, width, 3)}
 
 
-def test_no_pictures_where_there_is_nothing_to_see(tmp_path, capsys):
-    main(own(tmp_path, "Blind", report_episodes=1))
+@pytest.mark.parametrize("name", ["Blind", "NoDisplay"])
+def test_no_pictures_where_there_is_nothing_to_see(name, tmp_path, capsys):
+    main(own(tmp_path, name, report_episodes=1))
     assert "there is no policy.gif" in capsys.readouterr().out
     assert not (tmp_path / "run" / "policy.gif").exists()
 
