@@ -117,9 +117,7 @@ class Args:
     # task
     env_id: str = BUILT_IN  # this one, a Gymnasium id, or file.py:Class(image_keys, action_dim)
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
-    image_keys: list[str] = field(
-        default_factory=list
-    )  # what the policy sees, vectors included (none named: all)
+    image_keys: list[str] = field(default_factory=list)  # observations the policy sees (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     failure_paths: list[str] = field(default_factory=list)  # failures, used as online experience
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
@@ -890,7 +888,7 @@ def play(robot, act, seed) -> np.ndarray:
 
 
 # --- evaluate ---
-def evaluate(agent, robot, group, first_seed, num_episodes) -> dict:
+def evaluate_robot(agent, robot, group, first_seed, num_episodes) -> dict:
     """Mean action, the same episodes in every run. Episodes with a human do not count."""
     last_records = []
     for episode in range(num_episodes):
@@ -1024,7 +1022,7 @@ def main(args: Args) -> dict[str, float]:
             is_eval_due = True
         if is_eval_due and is_between_episodes:
             is_eval_due = False
-            row = evaluate(agent, robot, "eval", 10_000, args.eval_episodes)
+            row = evaluate_robot(agent, robot, "eval", 10_000, args.eval_episodes)
         if row:
             score = [row["eval/success_rate"], row["eval/episodic_return"]]
             score.append(-row["eval/episodic_length"])  # as good, and faster
@@ -1058,7 +1056,7 @@ def main(args: Args) -> dict[str, float]:
         # 5 save; what --resume needs is saved between two episodes
         if progress.global_step % args.save_every == 0:
             name = f"checkpoint_{progress.global_step}.pth"
-            save_checkpoint(save_dir / name, **agent.checkpoint())
+            write_checkpoint(save_dir / name, **agent.checkpoint())
             is_save_due = True
         if is_between_episodes and (is_save_due or is_last or signals.received):
             save_run(run, agent, online_rb, demo_rb, progress)
@@ -1112,10 +1110,10 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     """Judge the best policy on other episodes, save it, and show it."""
     if progress.best_agent is not None:
         agent.load(progress.best_agent)
-    report = evaluate(agent, robot, "report", 20_000, args.report_episodes)
+    report = evaluate_robot(agent, robot, "report", 20_000, args.report_episodes)
     if report:
         run.log({"global_step": progress.global_step} | report)
-    save_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
+    write_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
     panels = {
         "success rate": ["charts/success_rate", "eval/success_rate"],
         "environment steps to success": ["eval/steps_to_success"],
@@ -1592,7 +1590,7 @@ def parse_args() -> Args:
     return args
 
 
-def save_checkpoint(path: Path, **state):
+def write_checkpoint(path: Path, **state):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
@@ -1604,7 +1602,7 @@ def save_run(run, agent, online_rb, demo_rb, progress):
     demo_rb.file.flush()
     progress.online_records = online_rb.num_records
     progress.demo_records = demo_rb.num_records
-    save_checkpoint(
+    write_checkpoint(
         run.dir / "latest.pth", agent=agent.checkpoint(), progress=vars(progress), rows=run.rows
     )
 

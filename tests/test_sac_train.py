@@ -19,7 +19,16 @@ from conftest import metrics_without_times as rows
 from PIL import Image
 
 import sac_hybrid
-from sac_hybrid import SETUP_MODES, ActorThread, Args, BarWorld, Robot, evaluate, main, parse_args
+from sac_hybrid import (
+    SETUP_MODES,
+    ActorThread,
+    Args,
+    BarWorld,
+    Robot,
+    evaluate_robot,
+    main,
+    parse_args,
+)
 
 TINY = sac_hybrid.BAR_WORLD | dict(
     max_steps=60,
@@ -316,7 +325,7 @@ def test_stay_repeats_the_last_command(tmp_path):
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
-        metrics = evaluate(robot.policy, robot, "eval", 0, 3)
+        metrics = evaluate_robot(robot.policy, robot, "eval", 0, 3)
         assert bool(metrics) == counted  # no episode left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -464,7 +473,7 @@ def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypa
             f"{group}/{name}": x for name, x in zip(names, (success, success, length), strict=True)
         }
 
-    monkeypatch.setattr(sac_hybrid, "evaluate", judge)
+    monkeypatch.setattr(sac_hybrid, "evaluate_robot", judge)
     monkeypatch.setattr(BarWorld, "TIME_LIMIT", 5)  # episodes end at multiples of 5
     metrics = main(Args(**TINY | dict(eval_every=15, num_demos=0), run_dir=str(tmp_path / "run")))
     selections = [(updates, "eval", 10_000) for updates in (0, 0, 20, 50, 80)]
