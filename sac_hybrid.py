@@ -707,15 +707,14 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     value = np.atleast_1d(value)
     if value.ndim in (2, 4) and len(value) == 1:
         value = value[0]
-    if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape):
-        value = value.copy()  # an environment may draw its next image into the same array
-    elif value.ndim == 1:
-        value = value.astype(np.float32)
-    else:
+    is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
+    if not (is_image or value.ndim == 1) or value.shape != (shape or value.shape):
+        expected = shape or "(H,W,channels) or a vector"
         found = f"{value.dtype} {value.shape}"
-        raise ValueError(f"{name} is {found}: expected uint8 (H,W,channels) or a vector")
-    if shape and value.shape != shape:
-        raise ValueError(f"{name} has the shape {value.shape}: expected {shape}")
+        raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
+    if is_image:
+        return value.copy()  # an environment may draw its next image into the same array
+    value = value.astype(np.float32)
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
     return value
@@ -1124,7 +1123,7 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     if args.capture_video and args.report_episodes:
         try:
             write_video(run.dir / "policy.gif", robot, agent, args.report_episodes)
-        except Exception as error:  # for example: no display to render on
+        except Exception as error:  # nothing to render on, or neither render() nor images
             print(f"there is no policy.gif: {error}")
 
     names = ("eval/success_rate", "report/success_rate")
@@ -1234,7 +1233,6 @@ class BarWorld(gym.Env):
         gap = (0.22 if self.is_open[arm] else 0.08) * across  # from the middle to a finger
         palm = 0.3 * up
         yield self.pose[arm, :3] + np.stack([-gap, palm - gap, palm + gap, gap]), "black"
-        yield self.pose[arm, :3] + np.stack([palm, 2 * palm]), "dimgray"
 
     def render(self):
         """Each arm from above and from the side.  -> (640,320*arms,3) uint8"""
@@ -1436,21 +1434,16 @@ def load_demos(args, robot) -> list[np.ndarray]:
 
 
 # --- video ---
-def take_picture(robot) -> np.ndarray | None:
-    """render() of the environment, else its images side by side, else None"""
+def take_picture(robot, caption: str) -> np.ndarray:
+    """render() of the environment, else its images, 320 pixels high or more, under a caption"""
+    from PIL import Image, ImageDraw
+
     picture = None
     if hasattr(robot.env, "render"):
         picture = robot.env.render()
-    images = [value for value in robot.obs.values() if value.ndim == 3]
-    if picture is None and images:
+    if picture is None:
+        images = [value for value in robot.obs.values() if value.ndim == 3]
         picture = np.concatenate(images, 1)
-    return picture
-
-
-def write_caption(picture, caption) -> np.ndarray:
-    """The picture, 320 pixels high or more, under a line of text"""
-    from PIL import Image, ImageDraw
-
     zoom = math.ceil(320 / len(picture))
     picture = picture.repeat(zoom, 0).repeat(zoom, 1)
     image = Image.fromarray(np.pad(picture, ((30, 0), (0, 0), (0, 0)), constant_values=255))
@@ -1459,26 +1452,23 @@ def write_caption(picture, caption) -> np.ndarray:
 
 
 def film(robot, player: str, act, seed) -> list[np.ndarray]:
-    """One episode in pictures"""
+    """An episode in pictures"""
     pictures = []
 
     def act_and_film(obs):
-        pictures.append(take_picture(robot))
+        pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
         return act(obs)
 
     records = play(robot, act_and_film, seed)
-    pictures.append(take_picture(robot))
-    captions = [f"{player}, step {step}" for step in range(len(pictures))]
-    captions[-1] += ": success" if records["success_rate"][-1] else ": time-out"
-    return list(map(write_caption, pictures, captions))
+    result = "success" if records["success_rate"][-1] else "time-out"
+    pictures.append(take_picture(robot, f"{player}, step {len(pictures)}: {result}"))
+    return pictures
 
 
 def write_video(path, robot, agent, num_episodes):
     """The same starts played by the scripted human, if there is one, and by the policy"""
     from PIL import Image
 
-    if take_picture(robot) is None:
-        raise ValueError("the environment has neither render() nor images")
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
         players = {"human": lambda obs: robot.env.human()} | players

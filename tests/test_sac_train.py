@@ -348,7 +348,7 @@ def test_success_in_the_words_of_hil_serl(tmp_path):
 
 
 def test_observations_that_cannot_be_used_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"depth is float32 \(32, 32\): expected uint8"):
+    with pytest.raises(ValueError, match=r"depth is float32 \(32, 32\): .*images are uint8"):
         Robot(own(tmp_path, "Depth"))
     with pytest.raises(ValueError, match=r"found observations \['image', 'proprio'\]"):
         Robot(own(tmp_path, "Polite", image_keys=["wrist"]))
@@ -652,13 +652,13 @@ def frames_of(path):
 def test_pictures_of_the_built_in_environment(tmp_path, monkeypatch, capsys):
     """A policy that acts like the expert succeeds on the video, side by side with the human."""
     captions = []
-    write_caption = sac_hybrid.write_caption
+    take_picture = sac_hybrid.take_picture
 
-    def remember(picture, caption):
+    def remember(robot, caption):
         captions.append(caption)
-        return write_caption(picture, caption)
+        return take_picture(robot, caption)
 
-    monkeypatch.setattr(sac_hybrid, "write_caption", remember)
+    monkeypatch.setattr(sac_hybrid, "take_picture", remember)
     env = BarWorld(human="expert")
 
     def expert(agent, obs, noise=0.0):
