@@ -1477,7 +1477,8 @@ def write_video(path, robot, agent, num_episodes):
         clips = [film(robot, player, act, seed) for player, act in players.items()]
         for i in range(max(map(len, clips)) + 3):  # the last picture stays for a moment
             pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
-            frames.append(Image.fromarray(np.concatenate(pictures, 1)))
+            frame = Image.fromarray(np.concatenate(pictures, 1))
+            frames.append(frame.quantize(64, method=Image.Quantize.FASTOCTREE))
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=250, loop=0)
 
 
