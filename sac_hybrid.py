@@ -609,7 +609,7 @@ class FrameBuffer:
         """A frame is shared with the transition before only if both are equal: no transition
         crosses a gap or the end of an episode."""
         actor = int(record["ranks"])
-        start = self.newest.get(actor, -math.inf)
+        start = self.newest.get(actor, -math.inf)  # no frame: like one that is overwritten
         is_overwritten = start <= self.num_frames - len(self.slots)
         if is_overwritten or self.frames(start).tobytes() != record["obs"].tobytes():
             start = self.append(record["obs"], record, -1)
@@ -901,9 +901,8 @@ def evaluate_robot(agent, robot, group, first_seed, num_episodes) -> dict:
         return {}
     results = np.stack(last_records)
     metrics = {f"{group}/{name}": float(results[name].mean()) for name in RESULTS}
-    successes = results[results["success_rate"] > 0]
-    if len(successes):
-        metrics[f"{group}/steps_to_success"] = float(successes["episodic_length"].mean())
+    lengths = results["episodic_length"][results["success_rate"] > 0]
+    metrics[f"{group}/steps_to_success"] = float(lengths.mean()) if len(lengths) else math.nan
     return metrics
 
 
@@ -1112,6 +1111,7 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     report = evaluate_robot(agent, robot, "report", 20_000, args.report_episodes)
     if report:
         run.log({"global_step": progress.global_step} | report)
+        report = run.rows[-1]
     write_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
     panels = {
         "success rate": ["charts/success_rate", "eval/success_rate"],
