@@ -98,10 +98,10 @@ GRASP_PENALTY = -0.02  # reward of the gripper's critic for each time a gripper 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds weights, data and sampling; evaluation episodes are always the same
+    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
-    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     save_dir: str | None = None  # folder of checkpoint_{step}.pth, final_model.pth (None: run_dir)
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
@@ -1484,17 +1484,17 @@ def write_video(path, robot, agent, num_episodes):
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    """auto is an available accelerator, but the CPU for what is built in: that is small."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class Run:
-    """The folder of a run: args.json, metrics.jsonl; at the end summary.json and curves.png."""
+    """The folder of a run: options, metrics, and at the end a summary and curves."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1505,7 +1505,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
         (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
@@ -1532,7 +1532,7 @@ class Run:
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
@@ -1563,22 +1563,35 @@ class FirstOptions:
 
 
 def parse_args() -> Args:
-    """With --resume the options of the run are the defaults; what is typed changes them."""
+    """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     path = Path(typed.run_dir or "") / "args.json"
-    options = {}
-    saved = {}
-    if typed.resume and path.exists():
-        config = json.loads(path.read_text(encoding="utf-8"))
-        saved = {field.name: config[field.name] for field in fields(Args) if field.name in config}
-    elif typed.env_id == BUILT_IN:
-        options = BAR_WORLD
-        print(f"defaults for {BUILT_IN}: {options}")
-    args = tyro.cli(Args, description=__doc__, default=Args(**options | saved))
-    for name, value in saved.items():
-        if name != "resume" and getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    if not typed.resume or not path.exists():
+        options = {}
+        if typed.env_id == BUILT_IN:
+            options = BAR_WORLD
+            print(f"defaults for {BUILT_IN}: {options}")
+        return tyro.cli(Args, description=__doc__, default=Args(**options))
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    for field in fields(Args):
+        setattr(saved_args, field.name, saved.get(field.name, field.default))
+    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    for name, value in asdict(args).items():
+        old_value = getattr(saved_args, name)
+        if name == "resume" or value == old_value:
+            continue
+        if name in ("seed", "env_id", "setup_mode", "image_keys"):
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
+        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def write_checkpoint(path: Path, **state):
@@ -1613,7 +1626,7 @@ def load_run(run, agent) -> Progress:
 
 
 class Signals:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
+    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
 
     def __init__(self):
         self.received = False

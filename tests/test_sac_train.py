@@ -570,6 +570,9 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     assert metrics["buffer/demo_rows"] == 12
     saved = json.loads((tmp_path / "run" / "args.json").read_text())
     assert (saved["algorithm"], saved["max_steps"]) == ("bc", 75)
+    monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--seed", "7"])
+    with pytest.raises(SystemExit, match="cannot change --seed from 1"):
+        parse_args()
 
 
 def test_another_utd_on_resume_neither_bursts_nor_stalls(tmp_path):
