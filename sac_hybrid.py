@@ -1574,8 +1574,8 @@ def parse_args() -> Args:
         return tyro.cli(Args, description=__doc__, default=Args(**options))
     saved = json.loads(path.read_text(encoding="utf-8"))
     saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
-    for field in fields(Args):
-        setattr(saved_args, field.name, saved.get(field.name, field.default))
+    for option in fields(Args):
+        setattr(saved_args, option.name, saved.get(option.name, option.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
     for name, value in asdict(args).items():
         old_value = getattr(saved_args, name)
