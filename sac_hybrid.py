@@ -1145,12 +1145,13 @@ def make_env(args: Args):
     if ".py:" not in args.env_id:
         env = gym.make(args.env_id)
         if "rgb_array" in env.metadata.get("render_modes", []):
+            env.close()
             env = gym.make(args.env_id, render_mode="rgb_array")
         return env
     path, _, name = args.env_id.rpartition(":")
     action_dim = 6 * num_arms + num_grippers
     env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), action_dim)
-    if not hasattr(env, "action_space"):  # the manual asks only for reset() and step()
+    if not hasattr(env, "action_space"):  # reset() and step() are enough
         env.action_space = gym.spaces.Box(-1, 1, (action_dim,))
     return env
 
@@ -1316,7 +1317,7 @@ def make_demos(robot, num_demos, success=True) -> list[np.ndarray]:
 
 
 def write_demos(path, records):
-    """The format of the manual: a pickled list of transitions."""
+    """A pickled list of transitions, as HIL-SERL writes it."""
     transitions = []
     for record in records:
         keys = record["obs"].dtype.names
