@@ -640,10 +640,9 @@ def main(args: Args) -> dict[str, float]:
         print_samples("before training", samples)
         keep_if_best(state, metrics, policy, tokenizer, run)
     signals = Signals()
-
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    progress.update(state["iteration"])  # v1: checkpoint
-    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+    done = state["iteration"]
+    progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
+    for iteration in range(done + 1, args.num_iterations + 1):
         # v1: best
         if is_out_of_patience(state, args):
             print(f"early stop: {args.early_stopping_patience} evaluations without improvement")

@@ -549,7 +549,10 @@ CORRECTIONS = dict(
 def stale_policy_loss(
     correction, new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None
 ):
-    """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R)."""
+    """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R).
+
+    new_logprobs belong to pi, logprobs to prox and mu_logprobs to mu.
+    """
     options = {} if limit is None else dict(limit=limit)
     now = new_logprobs.detach()
     rule = CORRECTIONS[correction]
@@ -766,7 +769,6 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
 
     v1: accumulate: these are some rows of a minibatch and num_tokens is that of all its rows, so
     that losses, statistics and gradients of its parts add up.
-    v2: new_logprobs belong to pi, logprobs to prox and mu_logprobs to mu.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -1024,10 +1026,9 @@ def main(args: Args) -> dict[str, float]:
             buffer.add(read_rollouts(args.replay_from, policy, tokenizer, args), iteration=0)
         drop_lines_after(-1, run.dir / "rollouts.jsonl")
     signals = Signals()
-
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    progress.update(state["iteration"])  # v1: checkpoint
-    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+    done = state["iteration"]
+    progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
+    for iteration in range(done + 1, args.num_iterations + 1):
         # v1: best
         if is_out_of_patience(state, args):
             print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
