@@ -20,6 +20,7 @@ from conftest import (
     die_while_saving,
     forked,
     metrics_without_times,
+    posix,
     run,
     same,
     spy,
@@ -150,6 +151,7 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
         assert lines[0] == lines[1] and lines[0].count("\n") >= 40, "every line once"
 
 
+@posix
 @either
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped(
@@ -311,6 +313,7 @@ def test_options_can_be_copied_and_a_fork_may_add_its_own(script):
 
 
 # --- signals ---
+@posix
 def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signals = ppo_v1.Signals()
@@ -397,3 +400,19 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(tmp_path):
     assert two_ranks(lambda rank: run(ppo_v1, cut, **options, resume=True)) == [0, 0]
     run(ppo_v1, tmp_path / "one", num_iterations=4)
     assert_nearly_the_same(tmp_path / "one", cut)
+
+
+def test_a_folder_of_another_script_is_never_overwritten(tmp_path):
+    run(ppo, tmp_path / "run", num_iterations=1)
+    before = metrics_without_times(tmp_path / "run")
+    with pytest.raises(SystemExit, match="already exists; runs are never overwritten"):
+        run(ppo_v1, tmp_path / "run", resume=True)
+    assert metrics_without_times(tmp_path / "run") == before
+
+
+def test_a_resumed_run_cannot_change_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(ppo_v1, tmp_path / "mine", num_iterations=1)
+    monkeypatch.setattr(sys, "argv", "ppo_v1.py --run-dir mine --resume --batch-size 16".split())
+    with pytest.raises(SystemExit, match="--resume cannot change --batch-size from 8"):
+        ppo_v1.parse_args()
