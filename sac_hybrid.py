@@ -98,7 +98,7 @@ GRASP_PENALTY = -0.02  # reward of the gripper's critic for each time a gripper 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -1632,10 +1632,11 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python handles signals in the main thread only
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
+        except ValueError:
+            pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
         self.received = True
