@@ -86,7 +86,12 @@ def read(path):
 
 
 def append(path, fields, rows):
+    """Numbers are rounded to four digits after the point."""
     new = not path.exists()
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, float):
+                row[name] = round(value, 4)
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         if new:
