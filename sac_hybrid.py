@@ -5,7 +5,7 @@
 # ///
 """SAC with a discrete gripper, demonstrations and human interventions: HIL-SERL (arXiv:2410.21845).
 
-    fill demo_rb with demonstrations                                          (load_data)
+    fill demo_rb with demonstrations                              (read_demos or make_demos)
     actor thread, for each environment step:                                  (Robot.take_turn)
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
@@ -17,7 +17,8 @@
 
 The arm is controlled by SAC, the gripper (close, stay, open) by double DQN on the same encoder. In
 the built-in environment an arm lifts a bar that only a camera shows. Its scripted human is slow,
-trembles and makes mistakes: imitation ends below the human, reinforcement learning outperforms it.
+trembles and makes mistakes. Imitation ends below it; reinforcement learning is as reliable as the
+human, and twice as fast.
 
 What differs from HIL-SERL: no pretrained image encoder and no reward classifier. The added term
 `hybrid: bc` clones the demonstrations (--bc-weight 0: off). The gripper is marked `hybrid: grasp`.
@@ -734,12 +735,12 @@ class Robot:
         self.env = make_env(args)
         space = self.env.action_space
         num_arms, num_grippers = SETUP_MODES[args.setup_mode]
-        if not isinstance(space, gym.spaces.Box) or space.shape[0] % num_arms:
-            sys.exit(f"{args.env_id} has actions {space}: expected a Box for {num_arms} arms")
+        is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
+        if not is_box or space.shape[0] % num_arms or (space.low == space.high).any():
+            expected = f"a bounded Box for {num_arms} arms with low < high"
+            sys.exit(f"{args.env_id} has actions {space}: expected {expected}")
         self.center = (space.high + space.low) / 2
         self.scale = (space.high - space.low) / 2
-        if not (np.isfinite(self.scale) & (self.scale > 0)).all():
-            sys.exit(f"{args.env_id} has actions {space}: expected bounds, low < high")
         self.layout = ActionLayout(space.shape[0], num_grippers)
         self.obs_shapes = {}
         self.reset(seed=0)
@@ -945,7 +946,7 @@ def main(args: Args) -> dict[str, float]:
     demos = []
     failures = []
     if not is_resumed:  # before there is a run folder: a bad data file leaves nothing behind
-        demos = load_demos(args, robot)
+        demos = read_demos(args.demo_paths, robot) or make_demos(robot, args.num_demos)
         failures = read_demos(args.failure_paths, robot)
     run = Run(args)
     save_dir = Path(args.save_dir or run.dir)
@@ -1303,17 +1304,15 @@ def make_demos(robot, num_demos, success=True) -> list[np.ndarray]:
             return robot.env.human()
         return robot.env.np_random.uniform(-1, 1, robot.layout.action_dim).astype(np.float32)
 
-    records = []
-    num_kept = 0
+    episodes = []
     attempt = 0
-    while num_kept < num_demos:
+    while len(episodes) < num_demos:
         seed = random_numbers(robot.args.seed, "demo", attempt).integers(2**31)
-        episode = play(robot, act, int(seed))
+        records = play(robot, act, int(seed))
         attempt += 1
-        if episode["success_rate"][-1] == success:
-            records.extend(episode)
-            num_kept += 1
-    return records
+        if records["success_rate"][-1] == success:
+            episodes.append(records)
+    return [record for records in episodes for record in records]
 
 
 def write_demos(path, records):
@@ -1426,12 +1425,6 @@ def read_demos(paths, robot) -> list[np.ndarray]:
         except Exception as error:  # a damaged file can raise any type
             sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
     return records
-
-
-def load_demos(args, robot) -> list[np.ndarray]:
-    if args.demo_paths:
-        return read_demos(args.demo_paths, robot)
-    return make_demos(robot, args.num_demos)
 
 
 # --- video ---
