@@ -100,12 +100,9 @@ def draw_transitions(size):
 def draw_frames(size):
     """256 transitions of the arm's frame buffer, half of it demos"""
     args = sac_hybrid.Args(buffer_size=2 * size + 2, batch_size=256)
-    robot = sac_hybrid.Robot(args, human=False)
-    record = np.dtype([(name, robot.record[name]) for name in robot.record.names])
-    buffers, row = (
-        [sac_hybrid.FrameBuffer(2 * size + 2, record) for _ in range(2)],
-        np.zeros((), record),
-    )
+    robot = sac_hybrid.Robot(args)
+    buffers = [sac_hybrid.FrameBuffer(2 * size + 2, robot.record_dtype) for _ in range(2)]
+    row = np.zeros((), robot.record_dtype)
     for rb in buffers:
         for _ in range(size):
             rb.insert(row)

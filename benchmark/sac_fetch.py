@@ -8,7 +8,6 @@ Whatever follows is handed to sac_hybrid.py.
 
 import csv
 import json
-import pickle
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sac_hybrid import Args, Robot, main
+from sac_hybrid import Args, Robot, main, play, write_demos
 
 gym.register_envs(gymnasium_robotics)
 DEMOS = 50
@@ -77,24 +76,14 @@ def expert(env) -> np.ndarray:
 
 
 def make_demos(args: Args, path: Path):
-    robot, demos, wins = Robot(args, human=False), [], 0
-    for episode in range(DEMOS):
-        robot.begin(0, seed=50_000 + episode)
-        done = False
-        while not done:
-            obs, action = robot.obs, expert(getattr(robot.env, "env", robot.env))
-            record = robot.step(action)
-            done = bool(record["dones"])
-            row = dict(
-                observations=obs,
-                actions=action,
-                next_observations=robot.obs,
-                rewards=float(record["rewards"]),
-            )
-            demos.append(row | dict(masks=float(record["masks"]), dones=done))
-        wins += int(record["success_rate"])
-    path.write_bytes(pickle.dumps(demos))
-    print(f"scripted expert: {wins} of {DEMOS} episodes end in success", flush=True)
+    robot = Robot(args)
+    env = getattr(robot.env, "env", robot.env)
+    episodes = []
+    for number in range(DEMOS):
+        episodes.append(play(robot, lambda obs: expert(env), 50_000 + number))
+    write_demos(path, np.concatenate(episodes))
+    num_successes = sum(records["success_rate"][-1] for records in episodes)
+    print(f"scripted expert: {num_successes:.0f} of {DEMOS} episodes succeed", flush=True)
 
 
 if __name__ == "__main__":
@@ -110,7 +99,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         demos = Path(folder) / "demos.pkl"
         make_demos(args, demos)
-        args.demo_paths = (str(demos),)
+        args.demo_paths = [str(demos)]
         args.run_dir = args.run_dir or f"{folder}/run"
         start = time.time()
         metrics = main(args)
@@ -118,10 +107,10 @@ if __name__ == "__main__":
         lines = (Path(args.run_dir) / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "eval/success_rate" in row]
     rows = [(row["global_step"], row["time"], row["eval/success_rate"]) for row in rows]
-    rows.append((args.max_steps, round(seconds, 1), metrics["eval/success_rate"]))
+    rows.append((args.max_steps, round(seconds, 1), metrics["report/success_rate"]))
     name = f"sac_fetch_{'plain' if args.env_id == FETCH else 'state'}.csv"
     with open(Path(__file__).with_name(name), "w", newline="") as file:
         csv.writer(file).writerows([("global_step", "seconds", "success_rate"), *rows])
     print(
-        f"{name}: {metrics['eval/success_rate']:.2f} on {args.report_episodes} episodes after {seconds:.0f} s"
+        f"{name}: {metrics['report/success_rate']:.2f} on {args.report_episodes} episodes after {seconds:.0f} s"
     )

@@ -117,13 +117,16 @@ def sides(width):
         setup_mode="single-arm-fixed-gripper",
         batch_size=BATCH,
         backup_entropy=True,
+        hidden_size=width,
     )
-    hybrid["hidden_size"] = width
-    robot = sac_hybrid.Robot(sac_hybrid.Args(**hybrid), human=False)
-    online_rb = sac_hybrid.FrameBuffer(20_001, robot.record)
-    demo_rb, record = sac_hybrid.FrameBuffer(2, robot.record), np.zeros((), robot.record)
-    env = wsrl_warmup.make_env("Blank-v0")
-    rows = np.zeros(10_000, wsrl_warmup.row_dtype(env))
+    robot = sac_hybrid.Robot(sac_hybrid.Args(**hybrid))
+    online_rb = sac_hybrid.FrameBuffer(20_001, robot.record_dtype)
+    demo_rb, record = (
+        sac_hybrid.FrameBuffer(2, robot.record_dtype),
+        np.zeros((), robot.record_dtype),
+    )
+    env = wsrl_warmup.make_gym_env("Blank-v0")
+    rows = np.zeros(10_000, wsrl_warmup.make_row_dtype(env))
     rows["weights"] = rows["masks"] = 1
     for row in rows:
         obs, next_obs = rng.normal(size=(2, OBS)).astype(np.float32)
@@ -143,32 +146,31 @@ def sides(width):
 
     def ours(layer_norm, cta_ratio):
         args = sac_hybrid.Args(**hybrid, layer_norm=bool(layer_norm))
-        agent = sac_hybrid.SACHybridAgent(*robot.dims, "cpu", args, *robot.sizes)
+        robot.args = args
+        agent = robot.make_agent("cpu")
 
         def run():
             for i in range(UPDATES):
                 batch = sac_hybrid.sample_batch(
                     args, online_rb, demo_rb, robot.layout, agent.updates, "cpu"
                 )
-                agent.update(batch, full=(i + 1) % cta_ratio == 0)
+                agent.update(batch, train_actor=(i + 1) % cta_ratio == 0)
 
         return run
 
     def warm_up(layer_norm):
-        options = dict(
-            preset="scratch", hidden_size=width, layer_norm=bool(layer_norm), backup_entropy=True
-        )
-        args = wsrl_warmup.Args(**options, batch_size=BATCH, device="cpu")
-        agent = wsrl_warmup.WarmupAgent(args, np.ones(ACTIONS), np.zeros(OBS), np.ones(OBS))
-        rb = wsrl_warmup.PrioritizedReplayBuffer(len(rows), rows.dtype, 0.0, rows)
+        options = wsrl_warmup.PRESETS["scratch"] | dict(hidden_size=width, batch_size=BATCH)
+        args = wsrl_warmup.Args(**options, layer_norm=bool(layer_norm), device="cpu")
+        args.backup_entropy = True
+        agent = wsrl_warmup.WarmupAgent(np.zeros(OBS), np.ones(OBS), np.ones(ACTIONS), "cpu", args)
+        offline_rb = wsrl_warmup.PrioritizedReplayBuffer(len(rows), rows.dtype, 0.0)
+        online_rb = wsrl_warmup.PrioritizedReplayBuffer(1, rows.dtype, 0.0)
+        offline_rb.extend(rows)
 
         def run():
             for _ in range(UPDATES):
-                draw = np.random.default_rng([0, agent.updates])
-                batch, ((_, inds, place),) = wsrl_warmup.sample_mixed(
-                    args, (rb, None), (BATCH, 0), 1.0, draw, "cpu"
-                )
-                rb.update_priorities(inds, agent.update(batch)["td_errors"].numpy()[place])
+                batch, _, _ = wsrl_warmup.sample_mixed(agent, offline_rb, online_rb, 1.0, 1.0)
+                agent.update(batch)
 
         return run
 

@@ -1,114 +1,148 @@
-"""sac_hybrid.py: the frame buffer against a naive one that stores everything, and what a batch is made of."""
+"""sac_hybrid.py: the frame buffer against a naive one that stores everything, and the contents of a batch."""
 
 import numpy as np
 import pytest
 
-from sac_hybrid import ActionLayout, Args, FrameBuffer, sample_batch
+from sac_hybrid import ActionLayout, Args, FrameBuffer, make_record_dtype, sample_batch
 
-FRAME = [("image", "u1", (2, 2, 3)), ("wrist", "u1", (1, 2, 3)), ("state", "f4", (2,))]
-SCALARS = ("rewards", "masks", "grasp_penalty")
-RECORD = np.dtype(
-    [
-        ("obs", FRAME),
-        ("next_obs", FRAME),
-        ("actions", "f4", (3,)),
-        *((name, "f4") for name in SCALARS),
-    ]
+OBS = dict(
+    image=np.zeros((2, 2, 3), np.uint8),
+    state=np.zeros(2, np.float32),
+    wrist=np.zeros((1, 2, 3), np.uint8),
 )
+RECORD = make_record_dtype(OBS, action_dim=3)
 
 
-def record(start: int, end: int):
-    """All keys of one moment tell its number."""
+def record(start: int, end: int, actor=0):
+    """Every key of a frame tells the number of its moment."""
     row = np.zeros((), RECORD)
     for view, number in (("obs", start), ("next_obs", end)):
-        row[view]["image"] = row[view]["wrist"] = [
-            number % 256,
-            number // 256 % 256,
-            number // 65536,
-        ]
+        digits = [number % 256, number // 256 % 256, number // 65536]
+        row[view]["image"] = digits
+        row[view]["wrist"] = digits
         row[view]["state"] = number
-    row["actions"], row["grasp_penalty"] = start, -start
+    row["actions"] = start
+    row["grasp_penalty"] = -start
+    row["ranks"] = actor
     return row
 
 
-def pairs(buffer, n=400, seed=0):
-    slots, following = buffer.sample(n, np.random.default_rng(seed))
-    for view in (slots["obs"], following):  # every key is of the same moment
+def pairs(buffer, num_rows=400, seed=0):
+    """Sampled transitions as (number of the first frame, number of the second)"""
+    slots, frames = buffer.sample(num_rows, np.random.default_rng(seed))
+    for view in (frames, slots["next_obs"]):
         for key in ("image", "wrist"):
-            assert (
-                view[key].reshape(n, -1, 3)[:, 0].astype(int) @ [1, 256, 65536]
-                == view["state"][:, 0]
-            ).all()
-    starts = slots["obs"]["state"][:, 0].astype(int)
-    assert (slots["actions"][:, 1] == starts).all() and (slots["grasp_penalty"] == -starts).all()
-    return set(zip(starts.tolist(), following["state"][:, 0].astype(int).tolist(), strict=True))
+            digits = view[key].reshape(num_rows, -1, 3)[:, 0].astype(int)
+            assert (digits @ [1, 256, 65536] == view["state"][:, 0]).all()
+    starts = frames["state"][:, 0].astype(int)
+    assert (slots["actions"][:, 1] == starts).all()
+    assert (slots["grasp_penalty"] == -starts).all()
+    ends = slots["next_obs"]["state"][:, 0].astype(int)
+    return set(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-def test_a_gap_or_an_end_costs_one_frame_more():
+def test_a_gap_or_an_end_costs_one_more_frame():
     buffer = FrameBuffer(100, RECORD)
     for step in (5, 6, 10, 11):
         buffer.insert(record(step, step + 1))
     assert pairs(buffer) == {(5, 6), (6, 7), (10, 11), (11, 12)}
-    assert len(buffer) == 4 and buffer.written == 6  # N + E frames
-    image = [
-        ("image", "u1", (64, 64, 3))
-    ]  # a frame is stored once: 200 000 take 2.46 GB, not yet touched
-    row = np.dtype(
-        [
-            ("obs", image),
-            ("next_obs", image),
-            ("actions", "f4", (7,)),
-            *((name, "f4") for name in SCALARS),
-        ]
-    )
-    assert FrameBuffer(200_000, row).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)
+    assert len(buffer) == 4 and buffer.num_frames == 6  # N + E frames
 
 
+def test_a_frame_is_stored_once():
+    """200 000 frames of 64 pixels take 2.46 GB, which is not touched before it is used."""
+    dtype = make_record_dtype({"image": np.zeros((64, 64, 3), np.uint8)}, action_dim=7)
+    assert FrameBuffer(200_000, dtype).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)
+
+
+def test_a_buffer_of_one_frame_is_refused():
+    with pytest.raises(ValueError, match="two frames"):
+        FrameBuffer(1, RECORD)
+
+
+@pytest.mark.parametrize("num_actors", [1, 3])
 @pytest.mark.parametrize("capacity, seed", [(2, 4), (5, 0), (23, 1), (64, 2), (1000, 3)])
-def test_random_inserts_against_naive(capacity, seed):
-    """Naive: a list of (start, end, frames written up to its last one); the oldest frames fall out first."""
-    rng, buffer = np.random.default_rng(seed), FrameBuffer(capacity, RECORD)
-    naive, written, tail, number = [], 0, None, 0
-    for i in range(3_000):
-        fresh = tail is None or rng.random() < 0.2  # a new piece: an episode ended, or a gap
-        start = number + 2 if fresh else tail
-        number = tail = start + 1
-        written += 2 if fresh else 1
-        naive.append((start, tail, written))
-        buffer.insert(record(start, tail))
-        if i % 499 == 0 or i == 2_999:
-            alive = {(start, end) for start, end, at in naive if at - 1 > written - capacity}
-            assert len(buffer) == len(alive) and pairs(buffer, 20 * capacity, seed=i) <= alive
-            starts, state = (
-                np.flatnonzero(buffer.starts),
-                buffer.slots["obs"]["state"][:, 0].astype(int),
-            )
-            stored = [state[slots % capacity].tolist() for slots in (starts, starts + 1)]
-            assert set(zip(*stored, strict=True)) == alive
+def test_random_inserts_against_naive(capacity, seed, num_actors):
+    """Naive: a list of (start, end, numbers of both frames); the oldest frames are dropped first."""
+    rng = np.random.default_rng(seed)
+    buffer = FrameBuffer(capacity, RECORD)
+    naive = []
+    num_written = 0
+    newest = {}  # actor -> moment and number of its newest frame
+    moment = 0
+    for i in range(2_000):
+        actor = int(rng.integers(num_actors))
+        last_moment, first_frame = newest.get(actor, (None, -1))
+        is_gone = first_frame < num_written + 1 - capacity
+        if last_moment is None or is_gone or rng.random() < 0.2:  # a gap, or a new episode
+            if not is_gone or last_moment is None or rng.random() < 0.5:
+                moment += 2
+                last_moment = moment
+            first_frame = num_written
+            num_written += 1
+        moment += 1
+        naive.append((last_moment, moment, first_frame, num_written))
+        buffer.insert(record(last_moment, moment, actor))
+        newest[actor] = moment, num_written
+        num_written += 1
+        if i % 499 == 0 or i == 1_999:
+            oldest = num_written - capacity
+            expected = {(start, end) for start, end, first, _ in naive if first >= oldest}
+            assert buffer.num_frames == num_written and len(buffer) == len(expected)
+            assert pairs(buffer, 20 * capacity, seed=i) <= expected
+            ends = buffer.ends()
+            states = buffer.slots["next_obs"]["state"][:, 0].astype(int)
+            starts = states[buffer.starts[ends] % capacity]
+            stored = zip(starts.tolist(), states[ends].tolist(), strict=True)
+            assert set(stored) == expected
+
+
+def test_actors_that_alternate_share_frames():
+    buffer = FrameBuffer(300, RECORD)
+    for step in range(100):
+        buffer.insert(record(step, step + 1, actor=0))
+        buffer.insert(record(1000 + step, 1001 + step, actor=1))
+    assert len(buffer) == 200 and buffer.num_frames == 202
 
 
 def test_samples_are_uniform():
     buffer = FrameBuffer(64, RECORD)
     for step in range(300):
         buffer.insert(record(3 * step, 3 * step + (1 if step % 4 else 3)))
-    starts = buffer.sample(60_000, np.random.default_rng(0))[0]["obs"]["state"][:, 0]
-    counts, expected = np.unique(starts, return_counts=True)[1], 60_000 / len(buffer)
+    _, frames = buffer.sample(60_000, np.random.default_rng(0))
+    _, counts = np.unique(frames["state"][:, 0], return_counts=True)
+    expected = 60_000 / len(buffer)
     assert len(counts) == len(buffer) and abs(counts - expected).max() < 6 * expected**0.5
 
 
-def test_a_restored_ring_goes_on_where_it_was():
-    one, two = FrameBuffer(20, RECORD), FrameBuffer(20, RECORD)
+@pytest.mark.parametrize("capacity", [20, 50, 7])
+def test_a_file_continues_where_it_was_saved(tmp_path, capacity):
+    """A kill leaves records after the last save; a resumed buffer may have another size."""
+    path = tmp_path / "online_rb.bin"
+    buffer = FrameBuffer(20, RECORD, path)
+    buffer.load(0)
     for step in range(31):
-        one.insert(record(step, step + 1))
-    two.load_state_dict(one.state_dict())
-    for buffer in (one, two):
-        buffer.insert(record(31, 32))
-        buffer.insert(record(40, 41))
-    assert pairs(one) == pairs(two) and (31, 32) in pairs(two)
+        buffer.insert(record(step, step + 1))
+    for step in range(500, 510):  # written after the save
+        buffer.insert(record(step, step + 1))
+    buffer.file.close()
+    resumed = FrameBuffer(capacity, RECORD, path)
+    resumed.load(31)
+    uninterrupted = FrameBuffer(capacity, RECORD)
+    for step in range(31):
+        uninterrupted.insert(record(step, step + 1))
+    for each in (resumed, uninterrupted):
+        each.insert(record(31, 32))
+        each.insert(record(40, 41))
+    assert pairs(resumed) == pairs(uninterrupted) and (31, 32) in pairs(resumed)
+    assert resumed.num_frames == uninterrupted.num_frames
+    resumed.file.flush()
+    assert path.stat().st_size == 33 * RECORD.itemsize
 
 
-def test_a_batch_has_always_b_rows_the_last_of_them_demos():
-    args, layout = Args(batch_size=9), ActionLayout(3, 1)
+def test_a_batch_always_has_b_rows_and_the_last_are_demos():
+    args = Args(batch_size=9, augment_pad=0)
+    layout = ActionLayout(3, 1)
     online, demo, empty = (FrameBuffer(50, RECORD) for _ in range(3))
     online.insert(record(1, 2))
     demo.insert(record(7, 8))
@@ -116,26 +150,31 @@ def test_a_batch_has_always_b_rows_the_last_of_them_demos():
     assert sample_batch(args, empty, demo, layout, 0, "cpu")["is_demo"].all()
     batch = sample_batch(args, online, demo, layout, 0, "cpu")
     assert batch["is_demo"].tolist() == [False] * 5 + [True] * 4
-    assert (
-        batch["obs"]["state"][:, 0].tolist() == [1] * 5 + [7] * 4 == batch["actions"][:, 1].tolist()
-    )
-    assert (
-        batch["actions"].shape == (9, 2) and batch["grasps"].tolist() == [2] * 9
-    )  # 1 and 7 both say: open
-    cloned = sample_batch(Args(batch_size=9, algorithm="bc"), online, demo, layout, 0, "cpu")
-    assert cloned["is_demo"].all()
+    assert batch["obs"]["state"][:, 0].tolist() == [1] * 5 + [7] * 4
+    assert batch["next_obs"]["state"][:, 0].tolist() == [2] * 5 + [8] * 4
+    assert batch["actions"][:, 1].tolist() == [1] * 5 + [7] * 4
+    assert batch["actions"].shape == (9, 2)
+    assert batch["grasps"].tolist() == [2] * 9  # 1 and 7 both mean open
+    bc = Args(batch_size=9, augment_pad=0, algorithm="bc", num_demos=1)
+    assert sample_batch(bc, online, demo, layout, 0, "cpu")["is_demo"].all()
 
 
-def test_a_batch_is_a_function_of_seed_and_update_and_shifts_both_views():
-    layout, rb, empty = ActionLayout(3, 0), FrameBuffer(300, RECORD), FrameBuffer(2, RECORD)
+def test_a_batch_depends_on_seed_and_update_and_shifts_both_views():
+    layout = ActionLayout(3, 0)
+    buffer = FrameBuffer(300, RECORD)
+    empty = FrameBuffer(2, RECORD)
     for step in range(100):
-        rb.insert(record(3 * step, 3 * step + 1))
-    draw = lambda update, **o: sample_batch(Args(**o), rb, empty, layout, update, "cpu")  # noqa: E731
-    assert (draw(4)["rewards"] == draw(4)["rewards"]).all() and (
-        draw(4)["actions"] != draw(5)["actions"]
-    ).any()
+        buffer.insert(record(3 * step, 3 * step + 1))
+
+    def draw(update, **options):
+        args = Args(**dict(augment_pad=0) | options)
+        return sample_batch(args, buffer, empty, layout, update, "cpu")
+
+    assert (draw(4)["actions"] == draw(4)["actions"]).all()
+    assert (draw(4)["actions"] != draw(5)["actions"]).any()
     assert (draw(4)["actions"] != draw(4, seed=2)["actions"]).any()
-    plain, shifted = draw(4), draw(4, augment_pad=1)
+    plain = draw(4)
+    shifted = draw(4, augment_pad=1)
     for view in ("obs", "next_obs"):
         assert shifted[view]["image"].shape == plain[view]["image"].shape
         assert (shifted[view]["state"] == plain[view]["state"]).all()

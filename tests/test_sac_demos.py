@@ -4,19 +4,37 @@ import os
 import pickle
 import struct
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sac_hybrid import Args, Robot, load_columns, load_pickle, make_demos, read_demos
+from sac_hybrid import (
+    Args,
+    Robot,
+    SACHybridAgent,
+    make_demos,
+    read_demos,
+    write_demos,
+)
 
-ROBOT = Robot(Args(), human=False)
-DEMOS = make_demos(Args(), 3)
+ROBOT = Robot(Args())
+RECORDS = make_demos(ROBOT, 3)
+
+
+def transitions_of(records):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "demos.pkl"
+        write_demos(path, records)
+        return pickle.loads(path.read_bytes())
+
+
+DEMOS = transitions_of(RECORDS)
 
 
 def read(path, robot=ROBOT):
-    return read_demos(str(path), load_columns(str(path)), robot)
+    return np.stack(read_demos([str(path)], robot))
 
 
 def refused(path, *words, robot=ROBOT):
@@ -30,13 +48,11 @@ def refused(path, *words, robot=ROBOT):
 def check_equal(records):
     for record, demo in zip(records, DEMOS, strict=True):
         for name, source in (("obs", "observations"), ("next_obs", "next_observations")):
-            assert all((record[name][key] == demo[source][key]).all() for key in ("image", "state"))
+            for key in ("image", "state"):
+                assert (record[name][key] == demo[source][key]).all()
         assert (record["actions"] == demo["actions"]).all()
-        assert (record["rewards"], record["masks"], record["dones"]) == (
-            demo["rewards"],
-            demo["masks"],
-            demo["dones"],
-        )
+        for name in ("rewards", "masks", "dones"):
+            assert record[name] == demo[name]
 
 
 def dump(path, value, protocol=5):
@@ -44,25 +60,35 @@ def dump(path, value, protocol=5):
     return path
 
 
+def columns_of(demos):
+    columns = {}
+    for demo in demos:
+        for name, value in demo.items():
+            values = {name: value}
+            if isinstance(value, dict):
+                values = {f"{name}/{key}": array for key, array in value.items()}
+            for column, number in values.items():
+                columns.setdefault(column, []).append(number)
+    return {name: np.stack(column) for name, column in columns.items()}
+
+
 def test_every_protocol_and_npz(tmp_path):
     for protocol in range(6):
         check_equal(read(dump(tmp_path / "demo.pkl", DEMOS, protocol)))
-    columns = {name: np.stack(column) for name, column in load_pickle(pickle.dumps(DEMOS)).items()}
+    columns = columns_of(DEMOS)
     np.savez(tmp_path / "demo.npz", **columns)
     check_equal(read(tmp_path / "demo.npz"))
-    for name, actions in (
-        ("objects", np.array([object()] * len(DEMOS))),
-        ("short", columns["actions"][:-1]),
-    ):
+    objects = np.array([object()] * len(DEMOS))
+    for name, actions in (("objects", objects), ("short", columns["actions"][:-1])):
         np.savez(tmp_path / f"{name}.npz", **columns | {"actions": actions})
         refused(tmp_path / f"{name}.npz")
 
 
 def test_units_scalars_and_order(tmp_path):
-    robot = Robot(
-        Args(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper"), human=False
-    )  # torque -2 to 2
-    state, path = np.zeros(3, np.float32), tmp_path / "demo.pkl"
+    args = Args(env_id="Pendulum-v1", setup_mode="single-arm-fixed-gripper")
+    robot = Robot(args)  # its torque is -2 to 2
+    state = np.zeros(3, np.float32)
+    path = tmp_path / "demo.pkl"
     row = dict(
         observations=state, next_observations=state, rewards=np.float64(0), dones=np.bool_(False)
     )
@@ -76,12 +102,49 @@ def test_units_scalars_and_order(tmp_path):
 
 
 def test_masks_and_penalties_are_filled_in(tmp_path):
-    expert = make_demos(Args(human="expert"), 3)
+    expert = transitions_of(make_demos(Robot(Args(human="expert")), 3))
     bare = [{key: value for key, value in demo.items() if key != "masks"} for demo in expert]
     records = read(dump(tmp_path / "demo.pkl", bare))
     assert records["masks"].tolist() == [1.0 - demo["dones"] for demo in expert]
     penalties = records["grasp_penalty"]  # each episode starts open and closes once
     assert penalties[penalties != 0].tolist() == pytest.approx([-0.02] * 3)
+
+
+def test_pickles_of_hil_serl_load_as_they_are_written(tmp_path):
+    """Its ChunkingWrapper adds an axis of 1; its transitions have infos and a grasp penalty."""
+    rows = []
+    for number, demo in enumerate(DEMOS):
+        row = dict(demo) | dict(
+            infos={"succeed": np.bool_(True), "left": False}, grasp_penalty=-0.5
+        )
+        row["grasp_penalty"] = np.float64(-0.1 * number)
+        for view in ("observations", "next_observations"):
+            row[view] = {key: value[None] for key, value in demo[view].items()}
+        rows.append(row)
+    records = read(dump(tmp_path / "demo.pkl", rows))
+    check_equal(records)
+    expected = [-0.1 * number for number in range(len(DEMOS))]
+    assert records["grasp_penalty"].tolist() == pytest.approx(expected)
+
+
+def test_images_of_hil_serl_reach_the_policy():
+    """(1,H,W,3) images are images: the policy that saw them as nothing was blind."""
+    agent = SACHybridAgent(["image"], 6, 3, obs_shapes={"image": (8, 8, 3)})
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (1, 8, 8, 3)).astype(np.uint8)
+    assert (agent.act({"image": image}) == agent.act({"image": image[0]})).all()
+    assert (agent.act({"image": image}) != agent.act({"image": 255 - image})).any()
+    flipped = image[0, ::-1]  # a negative stride
+    assert (agent.act({"image": flipped}) == agent.act({"image": flipped.copy()})).all()
+    with pytest.raises(ValueError, match=r"\['image', 'wrist'\]"):
+        agent.act({"image": image, "wrist": image})
+    with pytest.raises(ValueError, match=r"image is uint8 \(16, 16, 3\): expected \(8, 8, 3\)"):
+        agent.act({"image": np.zeros((16, 16, 3), np.uint8)})
+    depth = np.zeros((8, 8), np.float32)
+    with pytest.raises(ValueError, match=r"image is float32 \(8, 8\)"):
+        agent.act({"image": depth})
+    with pytest.raises(ValueError, match=r"image is uint8 \(3, 8, 8\)"):  # channels first
+        agent.act({"image": np.zeros((3, 8, 8), np.uint8)})
 
 
 class Evil:
@@ -199,15 +262,16 @@ NEXT = DEMOS[4]["next_observations"]
 
 
 @pytest.mark.parametrize("change, words", [
-    (dict(actions=np.zeros(6, np.float32)), ["actions of row 4", "(6,)", "(7,)"]),
-    (dict(actions=np.full(7, np.nan)), ["actions of row 4", "not finite"]),
-    (dict(actions=[0] * 7), ["actions of row 4", "list"]),
-    (dict(rewards=1e308), ["rewards of row 4", "float32"]),
-    (dict(rewards="1"), ["rewards of row 4", "str"]),
-    (dict(masks=7.0), ["masks of row 4"]),
-    (dict(observations=3.0), ["34 observations/image"]),
+    (dict(actions=np.zeros(6, np.float32)), ["row 4", "actions", "(6,)", "(7,)"]),
+    (dict(actions=np.full(7, np.nan)), ["row 4", "actions", "not finite"]),
+    (dict(actions=[0] * 7), ["row 4", "actions", "list"]),
+    (dict(rewards=1e308), ["row 4", "rewards", "float32"]),
+    (dict(rewards="1"), ["row 4", "rewards", "str"]),
+    (dict(masks=7.0), ["row 4", "masks"]),
+    (dict(observations=3.0), ["row 4", "['state']", "['image', 'state']"]),
+    (dict(observations={"image": NEXT["image"]}), ["row 4", "['image']", "['image', 'state']"]),
     (dict(next_observations=NEXT | {"image": np.zeros((3, 32, 32), np.uint8)}), ["row 4", "(3, 32, 32)"]),
-    (dict(next_observations=NEXT | {"image": np.zeros((32, 32, 3), np.float32)}), ["next_observations/image", "uint8"]),
+    (dict(next_observations=NEXT | {"image": np.zeros((32, 32, 3), np.float32)}), ["row 4", "image", "uint8"]),
 ])  # fmt: skip
 def test_ill_fitting_demos_are_named(tmp_path, change, words):
     demos = [dict(demo) for demo in DEMOS]
@@ -216,7 +280,7 @@ def test_ill_fitting_demos_are_named(tmp_path, change, words):
 
 
 def test_files_that_hold_no_demos_of_this_robot(tmp_path):
-    six = Robot(Args(setup_mode="single-arm-fixed-gripper"), False, keys=["image"])
+    six = Robot(Args(setup_mode="single-arm-fixed-gripper", image_keys=["image"]))
     refused(dump(tmp_path / "demo.pkl", DEMOS), "(7,)", "(6,)", robot=six)
     for content in ({}, [], 3, [3], [{}]):
         refused(dump(tmp_path / "demo.pkl", content))
