@@ -125,7 +125,6 @@ class Args:
     init_exp_tasks: int = 96  # tasks of these rollouts, n each
     off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
     off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
-    off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
     sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
     # replay: recorded successes
     use_experience_replay: bool = False  # they come back into their task's group
@@ -1091,7 +1090,7 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - iteration_start
 
         # 12 minibatch updates
-        updates, logratios, guarded = [], torch.zeros_like(mask), 0  # (LOSSES,) each; (B,R)
+        updates, logratios = [], torch.zeros_like(mask)  # (LOSSES,) each; (B,R)
         for _ in range(args.update_epochs):
             for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
                 optimizer.zero_grad()
@@ -1111,12 +1110,6 @@ def main(args: Args) -> dict[str, float]:
                     skipped_steps += 1
                     continue
                 updates.append(stats)
-                # One step can make a stripped token ten times likelier. One more that way, and the
-                # policy unlearns to follow advice, the source of successes.
-                ratio = total(logratios[mb_inds])[stripped[mb_inds]].exp()
-                if len(ratio) and ratio.quantile(0.99) > args.off_ratio_limit:
-                    guarded += 1
-                    continue
                 optimizer.step()
         if not updates:
             sys.exit(f"iteration {iteration}: the loss or the gradient is never finite")
@@ -1131,7 +1124,6 @@ def main(args: Args) -> dict[str, float]:
             "global_step": global_step,
             "exp/pool_size": len(pool.records),
             "losses/skipped_steps": skipped_steps,
-            "losses/guarded_steps": guarded,
             "rollout/logprob_mismatch": masked_mean((old_log_probs - sampled).abs(), mask * ~off).item(),
             "charts/learning_rate": lr,
             "charts/SPS": len(fresh) / (time.time() - iteration_start),

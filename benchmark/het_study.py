@@ -77,7 +77,6 @@ ARMS = {
     "sft": dict(method="sft"),
     "sd": dict(method="sd"),
     "sft, newest": dict(method="sft", exp_select_mode="random"),
-    "HET, no bound": dict(method="het", off_ratio_limit=1e9),
     "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
     "sft, no advice": dict(method="sft", train_rollout_expmode="woexp"),

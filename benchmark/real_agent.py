@@ -38,7 +38,7 @@ FLAGS += " --no-init-exp-before-training"
 ARMS = {
     "baseline": "--method baseline --val-rollout-expmode mixed",
     "HET": "--method het",
-    "sft": "--method sft --off-ratio-limit 1e9",  # the guard is one of HET
+    "sft": "--method sft",
     "sd": "--method sd",
 }
 RATE, SEEDS = "3e-5", (1, 2, 3)
