@@ -72,7 +72,7 @@ TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}
 class Args:
     # run
     seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     resume: bool = False  # go on with run_dir, or start it if there is nothing yet
@@ -786,7 +786,7 @@ class Run:
     """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
 
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
@@ -954,12 +954,21 @@ def batch_metrics(fresh, replayed, manager, iteration, args):
     return {name: sum(x) / len(x) for name, x in values.items() if x}
 
 
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # without check_available the answer is that of the build, on a machine without a GPU, too
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.num_threads)
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(args.seed)
-    best = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(best if args.device == "auto" else args.device)
+    device = pick_device(args.device, built_in=args.model_name is None)
     rank, world_size, device = init_distributed(device)
     args.rank, args.world_size = rank, world_size  # no options: torchrun's
     tasks = list(range(args.num_families * args.num_rooms))

@@ -1,22 +1,38 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib", "wandb"]
+# requires-python = ">=3.11,<3.15"
+# dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib",
+#     "wandb"]
 # ///
-"""ppo.py - PPO for language models (arXiv:1707.06347v2): sample, score, update, forget.
+r"""PPO for language models, in one file (arXiv:1707.06347v2, with the reward of arXiv:1909.08593).
 
-The loop of lm-human-preferences (arXiv:1909.08593), on a task that needs no download:
-    prompts -> sample -> score -> reference -> token rewards -> GAE -> epochs of minibatches
-Simplified on purpose: one process, no checkpoints (ppo_v1.py), no rollout used twice (ppo_v2.py).
-Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+    for each iteration:
+        sample one response to each prompt                                    -> rollout
+        score each response, for example 1 if it is right, else 0             -> scorer
+        reward of a token: -kl_coef * (log pi - log pi_ref);
+            the score is added to the last token's reward                     -> token_rewards
+        advantages from rewards and values                                    -> compute_gae
+        for each epoch, for each minibatch:
+            one optimizer step on clipped policy loss + value loss            -> ppo_loss
 
-    python ppo.py                                              # sort digits, CPU, 15 seconds
-    python ppo.py --model-name FOLDER --chat-template --task jsonl:questions.jsonl \\
-        --max-response-length 64 --batch-size 16 --learning-rate 2e-5    # any causal LM
+Compared with CleanRL's ppo.py:
+  * An action is a token and an episode is a response; gamma is 1 by default.
+  * The reward has a KL penalty towards a frozen copy of the initial model.
+  * Policy and value function share one language model; a linear value head sits on its last layer.
+  * By default advantages are not normalized: dividing by their standard deviation would amplify
+    the noise of a batch in which no response was right.
+
+Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+The algorithm comes first and ends with `main`; loading data and models and logging stand below it.
+
+    python ppo.py                                     # sort digits, on a CPU, in seconds
+    python ppo.py --model-name Qwen/Qwen2.5-0.5B-Instruct --chat-template --task jsonl:FILE \
+        --max-response-length 256 --batch-size 32 --num-minibatches 4 --learning-rate 1e-6
 """
 
 import copy
 import json
 import math
+import os
 import random
 import re
 import runpy
@@ -24,11 +40,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import transformers
 import tyro
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from tqdm import tqdm
@@ -38,244 +54,231 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
-    num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
-    run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
-    eval_every: int = 5  # iterations between greedy evaluations on held-out prompts
-    eval_size: int = 256  # held-out prompts, at most
-    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
-    wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
+    seed: int = 1  # seeds weights, data order and sampling; held-out prompts are always the same
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
+    num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    eval_every: int = 5  # iterations between evaluations
+    eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
+    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "stale-experience"  # project name in wandb
     # task
-    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt and answer, ..)
-    min_digits: int = 3  # sort: shortest list
-    max_digits: int = 4  # sort: longest list
-    reward_fn: str | None = None  # file.py:name of (prompts, responses, answers) -> list of floats
-    reward_model_name: str | None = None  # a sequence-classification model instead of the verifier
-    missing_eos_penalty: float = 0.0  # taken from the score of an answer that is cut off
+    task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
+    min_digits: int = 3  # sort: length of the shortest list
+    max_digits: int = 4  # sort: length of the longest list
+    reward_fn: str | None = None  # file.py:function(prompts, responses, answers) -> list of floats
     # model
-    model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
-    chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
-    separate_critic: bool = False  # give the value head a trunk of its own, not the policy's
-    sft_steps: int = 300  # tiny model: supervised steps on scrambled answers, for the format only
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    chat_template: bool = False  # format each prompt as a user message
+    sft_steps: int = 300  # tiny model only: supervised steps that teach the format of an answer
     # rollout
-    batch_size: int = 128  # answers sampled per iteration
-    max_prompt_length: int = 512  # tokens; longer prompts are left out, with a note
-    max_response_length: int = 8  # tokens, EOS included; an answer without EOS by then is cut off
-    temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
+    batch_size: int = 128  # responses per iteration
+    max_response_length: int = 8  # tokens, including EOS
+    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
-    num_iterations: int = 40  # rollout + update rounds
-    learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
-    update_epochs: int = 2  # passes over the rollouts of an iteration
+    num_iterations: int = 40  # rounds of sampling and updating
+    learning_rate: float = 5e-4  # highest learning rate; falls linearly to 0
+    update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the gradient's global norm here
+    max_grad_norm: float = 1.0  # clip the norm of the gradient
     # PPO
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # 0: one-step TD advantage, 1: Monte Carlo
-    norm_adv: bool = False  # whiten advantages: makes a batch without a success as loud as one with
-    clip_coef: float = 0.2  # the policy ratio is clipped to 1 - this .. 1 + this
-    vf_clip_coef: float = 0.2  # a value may leave its old prediction by this much
+    gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
+    norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
+    clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
+    vf_clip_coef: float = 0.2  # clip range of value updates
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
-    kl_coef: float = 0.01  # penalty in the reward per nat of log pi - log pi_ref (0: no reference)
+    kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
 
-    def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        one = ["gamma", "gae_lambda"]  # from 0 to this
-        zero = [*one, "seed", "sft_steps", "missing_eos_penalty", "vf_coef", "ent_coef", "kl_coef"]
-        for name, value in vars(self).items():
-            least, most = 0 if name in zero else 1e-9, 1 if name in one else sys.maxsize
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
+    def __post_init__(self):
+        """Check the options. tyro prints a ValueError from here as a command-line error."""
+        for name in (
+            "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
+            "max_response_length", "num_iterations", "learning_rate", "update_epochs",
+            "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:  # NaN, too
+                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+        for name in ("sft_steps", "gamma", "gae_lambda", "vf_coef", "kl_coef"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
         kind, _, path = self.task.partition(":")
-        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
-        for wrong, message in (
-            (not known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
-            (self.reward_fn and self.reward_model_name, "--reward-fn or --reward-model-name, not both"),
-            (self.min_digits > self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches, "--num-minibatches must divide --batch-size"),
-        ):
-            if wrong:
-                raise ValueError(message)
-
-
-# --- task ---
-def final_answer(text: str) -> str:
-    """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
-    return (boxed[-1] if boxed else text.split("####")[-1]).strip()
-
-
-def verify(prompt, response, answer) -> bool:
-    """Is the final answer right as a text, or its last number as a number?"""
-    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    numbers = re.findall(number, response)
-    if numbers and re.fullmatch(number, answer):
-        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-    return response == answer
-
-
-def read_jsonl(path: str, convert, expected: str) -> list:
-    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
-    rows = []
-    for number, line in enumerate(open(path, "rb"), 1):
-        try:
-            rows += [convert(json.loads(line))] if line.strip() else []
-        except Exception:
-            sys.exit(f"{path}: line {number} must be JSON with {expected}")
-    return rows
-
-
-def to_pair(row: dict) -> tuple[str, str]:
-    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-    answer = [row[name] for name in ("answer", "solution") if name in row][0]
-    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-    return prompt, final_answer(str(answer))
-
-
-def make_task(args, tokenizer):
-    """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
-    kind, _, source = args.task.partition(":")
-    if kind == "sort":
-        rng = random.Random(0)
-        sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
-        lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
-        pairs = [(digits + "=", "".join(sorted(digits))) for digits in lists]
-        verifier = lambda prompt, response, answer: response == answer  # a leading 0 counts
-    elif kind == "jsonl":
-        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
-    else:
-        import reasoning_gym
-
-        dataset = reasoning_gym.create_dataset(source, size=5_000, seed=0)
-        entries = {entry["question"]: entry for entry in dataset}
-        pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
-        verifier = lambda prompt, said, _: dataset.score_answer(said.strip(), entries[prompt])
-    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [p for p, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
-    if len(fits) < len(pairs):
-        print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
-    held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
-    train = [pair for pair in fits if pair[0] not in held_out]
-    if not train:
-        sys.exit(f"--task {args.task}: fewer than two prompts within --max-prompt-length")
-    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
-
-
-def make_scorer(args, verifier, device):
-    """Where scores come from: reward function, reward model or verifier."""
-    if args.reward_fn:
-        path, _, name = args.reward_fn.rpartition(":")
-        return runpy.run_path(path)[name]
-    if not args.reward_model_name:
-        return verifier
-    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-    name = args.reward_model_name
-    judge = transformers.pipeline("text-classification", name, device=device, **options)
-    if judge.model.config.num_labels != 1:
-        sys.exit(f"--reward-model-name {name}: it has more than one label")
-
-    def judge_texts(prompts, responses, answers):
-        pairs = list(zip(prompts, responses, strict=True))
-        texts = [prompt + response for prompt, response in pairs]
-        if args.chat_template:
-            turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
-            texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        return [row["score"] for row in judge(texts)]
-
-    return judge_texts
+        if kind not in ("sort", "jsonl"):
+            raise ValueError(f"--task {self.task}: must be sort or jsonl:PATH")
+        if kind == "jsonl" and not Path(path).is_file():
+            raise ValueError(f"--task {self.task}: there is no file {path}")
+        if kind == "sort" and not self.min_digits <= self.max_digits < self.max_response_length:
+            raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+        if self.reward_fn and not Path(self.reward_fn.rpartition(":")[0]).is_file():
+            raise ValueError(f"--reward-fn {self.reward_fn}: must be file.py:function")
+        if self.chat_template and not self.model_name:
+            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+        if self.batch_size % self.num_minibatches:
+            raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
 
 # --- networks ---
+# A batch is a dict of tensors:
+#     prompt_ids, prompt_mask       (B,P)
+#     response_ids, response_mask   (B,R)  the mask is 1 up to and including EOS
+#     logprobs, values              (B,R)  of the policy before the update, which sampled
+#     ref_logprobs                  (B,R)  of the reference
+#     advantages, returns           (B,R)  added by add_advantages
+#     scores, ended                 (B,)   ended: 1 if there is an EOS
+
+
 class PolicyWithValue(nn.Module):
-    """A causal LM and a value head, on the LM's own trunk or on a copy of it."""
+    """A causal language model with a value head on its last hidden layer."""
 
-    def __init__(self, lm, eos_ids, temperature: float, separate_critic=False):
+    def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
-        self.lm, self.temperature = lm, temperature
-        self.critic = copy.deepcopy(lm.base_model) if separate_critic else None
+        self.lm = lm
+        self.temperature = temperature
         self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
-        nn.init.zeros_(self.value_head.weight)  # the first advantages are then plain returns
+        nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
-        self.register_buffer("eos_ids", eos_ids)  # (E,) what ends an answer
-        self.eval()  # for good: dropout is noise in ratios
+        self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
+        self.eval()  # during training, too: dropout would be noise in the policy ratio
 
-    def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token and values.  -> (B,n,V), (B,n)"""
-        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
-        inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
-        # only real tokens count, so that left padding does not shift a prompt
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
-        output = self.lm(**inputs, **heads, past_key_values=caches[0])
-        hidden = output.hidden_states[-1]
-        if self.critic is not None:
-            hidden = self.critic(**inputs, past_key_values=caches[1]).last_hidden_state
-        values = self.value_head(hidden[:, -num_last:]).squeeze(-1).float()
-        return output.logits[:, -num_last:], values
+    def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
+        """Logits of the next token and values at the last positions.  -> (B,n,V), (B,n), cache
 
-    def forward(self, rows: dict):
-        """Log-prob, entropy of each response token, value of the state before it.  -> 3 x (B,R)"""
-        ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
-        # The last token is not fed: of the last R outputs, number t predicts response token t.
-        logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
-        outputs = (*token_logprobs(logits, rows["response_ids"], self.temperature), values)
-        return tuple(x.masked_fill(rows["response_mask"] == 0, 0.0) for x in outputs)
-
-    def step(self, ids, mask, caches):
-        """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
-        logits, values = self.predict(ids, mask, 1, caches)
-        return logits[:, 0].float() / self.temperature, values[:, 0]
+        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        """
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        output = self.lm(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=use_cache,
+            output_hidden_states=True,
+            logits_to_keep=num_last,
+        )
+        logits = output.logits[:, -num_last:].float() / self.temperature
+        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        return logits, values.float(), output.past_key_values
 
 
-def token_logprobs(logits, ids, temperature):
-    """Log-prob of each id under softmax(logits / temperature), entropy.  (B,R,V) -> 2 x (B,R)"""
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
-
-
-def make_tiny_tokenizer():
-    """One token per printable ASCII character, so that one code path serves all models."""
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    ids = {token: i for i, token in enumerate([*special.values(), *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def load_lm(args):
-    """-> causal LM, tokenizer, the ids that end an answer (E,)"""
-    if args.model_name is None:
-        tokenizer = make_tiny_tokenizer()
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
-        special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) is not the policy
-    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not from ids
-    most = getattr(lm.config, "max_position_embeddings", None) or math.inf
-    if args.max_prompt_length + args.max_response_length > most:
-        sys.exit(f"--max-prompt-length + --max-response-length: the model ends at {most} tokens")
-    return lm, tokenizer, torch.tensor(sorted(eos_ids))
+def logprobs_and_values(policy, batch: dict):
+    """Log-prob and entropy of each response token, and the value before it.  -> 3 x (B,R)"""
+    ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], 1)
+    num_response_tokens = batch["response_ids"].shape[1]
+    # Position t predicts token t + 1, so the last token is not an input.
+    logits, values, _ = policy(ids[:, :-1], mask[:, :-1], num_response_tokens)
+    all_logprobs = logits.log_softmax(-1)  # (B,R,V)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    logprobs = all_logprobs.gather(-1, batch["response_ids"][..., None]).squeeze(-1)
+    is_token = batch["response_mask"] == 1
+    return logprobs.where(is_token, 0.0), entropy.where(is_token, 0.0), values.where(is_token, 0.0)
 
 
 @torch.no_grad()
-def check_sampler(policy, name: str):
-    """Cached steps must give what a forward pass gives, or a run would train on wrong samples."""
-    ids, mask = torch.tensor([[3, 4, 5], [5, 3, 4]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    whole, caches = policy.predict(ids, mask, 1)[0][1:, 0], (transformers.DynamicCache(), None)
-    try:  # a recurrent state is no cache of keys and values: Mamba, LFM2, Qwen3-Next
-        policy.predict(ids[:, :2], mask[:, :2], 1, caches)
-        caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
-        steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
-        assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
-    except Exception:
-        sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
+def logprobs_and_values_in_parts(policy, batch: dict, args):
+    """The same without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    size = args.batch_size // args.num_minibatches
+    parts = []
+    for start in range(0, len(batch["response_ids"]), size):
+        minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
+        parts.append(logprobs_and_values(policy, minibatch))
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+# --- rollout ---
+def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
+    if chat_template:
+        messages = [[dict(role="user", content=prompt)] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    return tokenizer(prompts, add_special_tokens=not chat_template, **padding)
+
+
+def sample_token(logits, uniforms):
+    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+
+    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
+    which of them have ended.
+    """
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
+
+
+@torch.no_grad()
+def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None) -> dict:
+    """Continue each prompt: sample with the given uniform numbers (B,R), or greedily without.
+
+    Not `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would change the
+    distribution that we sample from, and the log-probs stored here would be wrong.
+    """
+    device = prompt_ids.device
+    logprobs = torch.zeros(len(prompt_ids), max_response_length, device=device)
+    values = torch.zeros_like(logprobs)
+    response_ids = torch.zeros_like(logprobs, dtype=torch.long)
+    response_mask = torch.zeros_like(response_ids)
+    ids, mask, cache = prompt_ids, prompt_mask, None  # the model makes a cache of its own kind
+    rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    for t in range(max_response_length):
+        logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
+        logits = logits[:, 0]  # (rows,V)
+        if uniforms is None:
+            token = logits.argmax(-1)
+        else:
+            token = sample_token(logits, uniforms[rows, t])
+        response_ids[rows, t] = token
+        response_mask[rows, t] = 1  # for EOS, too
+        logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        values[rows, t] = value[:, 0]
+
+        unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
+        if len(unfinished) == 0:
+            break
+        if len(unfinished) < len(rows):  # ended responses cost nothing
+            rows = rows[unfinished]
+            token = token[unfinished]
+            mask = mask[unfinished]
+            cache.reorder_cache(unfinished)
+        ids = token[:, None]
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    responses = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
+    )
+    return {
+        name: tensor[:, : t + 1] for name, tensor in responses.items()
+    }  # the longest ended at t
+
+
+def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
+    """Respond to prompts and score the responses.
+
+    Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
+    """
+    prompts = [prompt for prompt, _ in pairs]
+    answers = [answer for _, answer in pairs]
+    padding = dict(padding=True, padding_side="left", return_tensors="pt")
+    inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
+    prompt_ids = inputs.input_ids
+    prompt_mask = inputs.attention_mask
+    rows = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    rows |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+
+    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
+    is_text = (rows["response_mask"] == 1) & ~is_eos
+    text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
+    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
+    scores = scorer(prompts, responses, answers)
+    if len(scores) != len(prompts):
+        sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
+
+    rows["ended"] = is_eos.any(1).float()
+    rows["scores"] = torch.tensor([float(score) for score in scores]).to(rows["ended"])
+    if not rows["scores"].isfinite().all():
+        sys.exit("the reward function returned a score that is NaN or infinite")
+    if not args.reward_fn:  # built-in scorers: a truncated response is wrong
+        rows["scores"] *= rows["ended"]
+    return rows
 
 
 # --- math ---
@@ -283,341 +286,511 @@ def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
 def whiten(x, mask):
-    """Zero mean and unit variance over valid tokens, 0 elsewhere.  (B,R) -> (B,R)"""
-    centred = (x - masked_mean(x, mask)) * mask
-    return centred * (masked_mean(centred**2, mask) + 1e-8).rsqrt()
+    """Shift and scale the valid entries to mean 0 and variance 1.  (B,R) -> (B,R)"""
+    centered = (x - masked_mean(x, mask)) * mask
+    return centered * (masked_variance(x, mask) + 1e-8).rsqrt()
 
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """KL penalty on every token, score on the last valid one.  (B,), 3 x (B,R) -> (B,R)"""
-    # k1 = log pi - log pi_ref is for the reward: as a loss, its expected gradient is zero
+    """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
+
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence (k1). It has to be
+    part of the reward: as a term of the loss, its expected gradient would be zero.
+    """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
-    last = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
-    return rewards.scatter_add(1, last, scores[:, None])
+    last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
+    return rewards.scatter_add(1, last_token, scores[:, None])
 
 
-def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
-    logratio = (ref_logprobs - logprobs).clamp(-20, 20)
+def k3_kl(logp, logq):
+    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    logratio = (logq - logp).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalized advantages, eq. 11 and 12 of arXiv:1707.06347v2.  3 x (B,R) -> (B,R)"""
-    assert rewards.shape == values.shape == mask.shape  # broadcasting hides bugs
+    """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
+    assert rewards.shape == values.shape == mask.shape
     advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # after the last token
+    next_value = 0.0  # the response ends: nothing follows
+    next_advantage = 0.0
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
-        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
+        next_value = values[:, t] * mask[:, t]
+        advantages[:, t] = next_advantage
     return advantages
 
 
-def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
+def policy_loss(new_logprobs, logprobs, advantages, clip_coef):
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
     assert new_logprobs.shape == logprobs.shape == advantages.shape
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
-    plain = -advantages * ratio
-    loss = torch.max(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    return loss, (loss != plain).float()
+    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    loss = torch.max(unclipped, clipped)
+    return loss, (loss != unclipped).float()
 
 
 def value_loss(new_values, values, returns, clip_coef):
-    """Half the squared error of the new value, or of one held near the old if worse.  -> (B,R)"""
+    """Clipped squared error, as in the PPO of OpenAI's baselines.  3 x (B,R) -> (B,R)"""
     assert new_values.shape == values.shape == returns.shape
-    held = values + (new_values - values).clamp(-clip_coef, clip_coef)
-    return 0.5 * torch.max((new_values - returns) ** 2, (held - returns) ** 2)
+    clipped_values = values + (new_values - values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max((new_values - returns) ** 2, (clipped_values - returns) ** 2)
 
 
-def explained_variance(values, returns, mask):
-    """1: the critic predicts the returns; 0: no better than a constant.  3 x (B,R) -> float"""
-    residual, variance = ((x - masked_mean(x, mask)) ** 2 for x in (returns - values, returns))
-    return 1 - (masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)).item()
+def explained_variance(batch: dict) -> float:
+    """1: the values predict the returns. 0: they are no better than a constant."""
+    mask = batch["response_mask"].float()
+    return_variance = masked_variance(batch["returns"], mask)
+    if return_variance < 1e-8:
+        return math.nan  # constant returns: there is nothing to explain
+    residual_variance = masked_variance(batch["returns"] - batch["values"], mask)
+    return 1 - (residual_variance / return_variance).item()
 
 
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split()
+# --- update ---
+def add_advantages(batch: dict, args):
+    """Add advantages and returns (B,R) to a batch that has scores, log-probs and values."""
+    mask = batch["response_mask"].float()
+    rewards = token_rewards(
+        batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, args.kl_coef
+    )
+    advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
+    batch["advantages"] = advantages
+    batch["returns"] = advantages + batch["values"]
 
 
-def ppo_loss(policy, mb, num_tokens, args):
-    """What these rows add to loss and LOSSES of a minibatch of `num_tokens`.  -> (), (n,)"""
-    mask = mb["response_mask"].float()
-    logprobs, entropy, values = policy(mb)
-    entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
-    clip = (args.clip_coef, args.clip_coef)
-    pg_loss, clipped = policy_loss(logprobs, mb["logprobs"], mb["advantages"], *clip)
-    v_loss = value_loss(values, mb["values"], mb["returns"], args.vf_clip_coef)
-    kl, moved = k3_kl(mb["logprobs"], logprobs.detach()), (logprobs.detach() - mb["logprobs"]).abs()
-    # a mean over all tokens: one per sequence would under-weight long answers (arXiv:2503.14476)
-    terms = (pg_loss, v_loss, entropy, kl, clipped, moved)
-    terms = [(x * mask).sum() / num_tokens for x in terms]
-    loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]
-    return loss, torch.stack(terms).detach()
+def ppo_loss(policy, minibatch: dict, args):
+    """-> loss, dict of statistics; all are means over the tokens of the minibatch"""
+    mask = minibatch["response_mask"].float()
+    old_logprobs = minibatch["logprobs"]
+    logprobs, entropy, values = logprobs_and_values(policy, minibatch)
+    if not args.ent_coef:
+        entropy = entropy.detach()  # only logged: skip its backward pass
+
+    pg_loss, clipped = policy_loss(logprobs, old_logprobs, minibatch["advantages"], args.clip_coef)
+    v_loss = value_loss(values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
+    per_token = dict(
+        policy_loss=pg_loss,
+        value_loss=v_loss,
+        entropy=entropy,
+        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        clipfrac=clipped,
+        abs_logratio=(logprobs.detach() - old_logprobs).abs(),
+    )
+    means = {name: masked_mean(x, mask) for name, x in per_token.items()}
+    loss = (
+        means["policy_loss"] + args.vf_coef * means["value_loss"] - args.ent_coef * means["entropy"]
+    )
+    return loss, {name: mean.detach() for name, mean in means.items()}
 
 
-# --- rollout ---
-def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
-    if chat_template:
-        turns = [[dict(role="user", content=prompt)] for prompt in prompts]
-        prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return tokenizer(prompts, add_special_tokens=not chat_template, **padding)
-
-
-def sample_token(logits, uniforms):
-    """Inverse-CDF draw: an answer does not depend on the rows beside it.  (B,V), (B,) -> (B,)"""
-    cdf = logits.softmax(-1).cumsum(-1)
-    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(-1)
-    return token.clamp(max=logits.shape[-1] - 1)
-
-
-@torch.no_grad()
-def generate(policy, ids, mask, max_response_length, uniforms=None):
-    """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own: no second pass. transformers' `generate` would apply
-    # a checkpoint's generation config: its samples are not the policy's.
-    shape, device = (len(ids), max_response_length), ids.device
-    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
-    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
-    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
-    caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
-    for t in range(max_response_length):
-        logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
-        token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
-        logprobs = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        for name, x in zip(rows, (token, 1, logprobs, values), strict=True):
-            rows[name][alive, t] = x  # the mask includes the EOS and nothing after it
-        going = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
-        if len(going) == 0:
-            break
-        if len(going) < len(alive):
-            alive, token, mask = alive[going], token[going], mask[going]
-            for cache in caches:
-                cache.batch_select_indices(going)
-        ids = token[:, None]
-        mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    return {name: x[:, : t + 1] for name, x in rows.items()}
-
-
-def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Answer prompts, score the answers.  -> prompt_*: (B,P), scores, ended: (B,), rest: (B,R)"""
-    prompts, answers = map(list, zip(*pairs, strict=True))
-    padding = dict(padding=True, padding_side="left", return_tensors="pt")
-    inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
-    rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
-    valid = rows["response_mask"].bool()
-    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
-    texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
-    said = scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers)
-    try:
-        scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
-    except (TypeError, ValueError):
-        sys.exit(f"the reward must be {len(prompts)} numbers, one an answer, not {str(said)[:80]}")
-    ended = rows["ended"] = is_eos.any(1).float()
-    own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
-    scores = scores.to(ended) * (1 if own_reward else ended)
-    rows["scores"] = scores - args.missing_eos_penalty * (1 - ended)
-    return rows
-
-
-@torch.no_grad()
-def score_rows(model, rows: dict, num_rows: int):
-    """Log-probs, entropy and values as `model` sees them, a few rows at a time.  -> 3 x (B,R)"""
-    chunks = torch.arange(len(rows["response_ids"])).split(num_rows)
-    parts = [model({name: x[inds] for name, x in rows.items()}) for inds in chunks]
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    if args.norm_adv:
+        advantages = whiten(batch["advantages"], batch["response_mask"].float())
+        batch = batch | dict(advantages=advantages)
+    parameters = optimizer.param_groups[0]["params"]
+    device = batch["response_ids"].device
+    steps = []
+    num_skipped = 0
+    for epoch in range(args.update_epochs):
+        shuffled = torch.randperm(args.batch_size).to(device)
+        minibatches = shuffled.chunk(args.num_minibatches)
+        for mb_inds in minibatches:
+            minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+            optimizer.zero_grad()
+            loss, stats = ppo_loss(policy, minibatch, args)
+            loss.backward()
+            stats["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            steps.append(stats)
+            if all(value.isfinite() for value in stats.values()):
+                optimizer.step()
+            else:
+                num_skipped += 1  # a NaN must not reach the weights
+    if num_skipped == len(steps):
+        sys.exit("no step of this update had a finite loss and gradient")
+    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
+    metrics["losses/skipped_steps"] = num_skipped
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    return metrics
 
 
 # --- evaluate ---
-def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
-    """Mean score of greedy answers. Draws no random number, so it cannot change training."""
-    batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
-    scores = [rollout(policy, batch, tokenizer, scorer, args)["scores"] for batch in batches]
-    return torch.cat(scores).nanmean().item()
+def evaluate(policy, pairs, tokenizer, scorer, args):
+    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+
+    Uses no random numbers: training is not affected.
+    """
+    scores = []
+    samples = []
+    for start in range(0, len(pairs), args.batch_size):
+        some_pairs = pairs[start : start + args.batch_size]
+        batch = rollout(policy, some_pairs, tokenizer, scorer, args)
+        scores.append(batch["scores"])
+        if len(samples) < 8:
+            samples += as_samples(batch, some_pairs, tokenizer)
+    return {"eval/score": torch.cat(scores).mean().item()}, samples[:8]
 
 
-# --- run folder ---
-class Run:
-    """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
+def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
+    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    samples = []
+    for i, (prompt, answer) in enumerate(pairs):
+        is_token = batch["response_mask"][i] == 1
+        response = tokenizer.decode(batch["response_ids"][i][is_token])
+        score = batch["scores"][i].item()
+        samples.append(dict(prompt=prompt, response=response, answer=answer, score=score))
+    return samples
 
-    def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
-        if enabled:
-            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
-            (self.dir / "metrics.jsonl").write_text("".join(lines))
-        if enabled and args.track:
-            import wandb
 
-            where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
-            self.wandb = wandb.init(**where, config=config, resume="allow")
-
-    def log(self, metrics: dict):
-        row = metrics | {"time": round(time.time() - self.start, 3)}
-        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
-        if self.enabled:
-            with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(self.rows[-1]) + "\n")
-        if self.wandb:
-            self.wandb.log(self.rows[-1], step=row["global_step"])
-
-    def status(self, line: str, done: int):
-        """What a person watches: behind a bar on a terminal, else a plain line now and then."""
-        self.bar.set_postfix_str(line, refresh=False)
-        self.bar.update(done - self.bar.n)
-        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
-            print(f"[{done}/{self.total}] {line}", flush=True)
-
-    def close(self, xlabel: str, panels: dict[str, list[str]]):
-        """summary.json, and curves.png: a panel per title, a line per metric."""
-        self.bar.close()
-        if not self.enabled:
-            return
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        height = math.ceil(len(panels) / 4)
-        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
-                axis.plot(list(points), list(points.values()), ".-", label=key)
-            axis.legend()
-        figure.savefig(self.dir / "curves.png")
-        if self.wandb:
-            self.wandb.finish()
+def batch_metrics(batch: dict, args) -> dict[str, float]:
+    """What was sampled, in numbers."""
+    mask = batch["response_mask"].float()
+    metrics = {
+        "charts/score": batch["scores"].mean().item(),
+        "charts/response_length": mask.sum(1).mean().item(),
+        "charts/truncated_frac": 1 - batch["ended"].mean().item(),
+        "losses/explained_variance": explained_variance(batch),
+    }
+    if args.kl_coef:
+        ref_kl = k3_kl(batch["logprobs"], batch["ref_logprobs"])
+        metrics["losses/ref_kl"] = masked_mean(ref_kl, mask).item()
+    return metrics
 
 
 # --- main ---
+def main(args: Args) -> dict[str, float]:
+    if args.run_dir and Path(args.run_dir).exists():
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    torch.set_num_threads(args.num_threads)
+    torch.manual_seed(args.seed)
+    transformers.utils.logging.disable_progress_bar()
+    device = pick_device(args.device, built_in=args.model_name is None)
+
+    train_pairs, eval_pairs, scorer = make_task(args)
+    lm, tokenizer, eos_ids = load_lm(args)
+    policy = PolicyWithValue(lm, eos_ids, args.temperature)
+    if args.model_name is None:
+        warm_start(lm, train_pairs, tokenizer, args)
+    policy.to(device)
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
+
+    run = Run(args)
+    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
+    metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+    run.log({"global_step": 0} | metrics)
+    run.log_samples(0, samples)
+    print_samples("before training", samples)
+
+    for iteration in range(1, args.num_iterations + 1):
+        start_time = time.time()
+        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+        optimizer.param_groups[0]["lr"] = learning_rate
+
+        # 1. sample and score
+        global_step = iteration * args.batch_size
+        pairs = prompt_order[global_step - args.batch_size : global_step]
+        uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
+        batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+        if reference is None:
+            batch["ref_logprobs"] = batch["logprobs"]  # no penalty
+        else:
+            batch["ref_logprobs"], _, _ = logprobs_and_values_in_parts(reference, batch, args)
+
+        # 2. advantages
+        add_advantages(batch, args)
+        rollout_time = time.time() - start_time
+
+        # 3. update
+        losses = update(policy, optimizer, batch, args)
+        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
+            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
+
+        # 4. evaluate and log
+        metrics = {
+            "global_step": global_step,
+            "charts/learning_rate": learning_rate,
+            "charts/SPS": args.batch_size / (time.time() - start_time),
+            "time/rollout": rollout_time,
+            "time/update": time.time() - start_time - rollout_time,
+        }
+        metrics |= batch_metrics(batch, args) | losses
+        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+            eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            metrics |= eval_metrics
+            run.log_samples(global_step, samples)
+        run.log(metrics)
+
+        status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
+        status += f" R:{metrics['charts/score']:.2f}"
+        progress.set_postfix_str(status, refresh=False)
+        progress.update()
+        if progress.disable:  # the output is not a terminal: print lines instead of a bar
+            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+
+    progress.close()
+    print_samples("after training", samples)
+    policy.lm.save_pretrained(run.dir / "final_model")
+    tokenizer.save_pretrained(run.dir / "final_model")
+    panels = {
+        "mean score of a response": ["charts/score", "eval/score"],
+        "entropy (nats per token)": ["losses/entropy"],
+        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+        "explained variance of the returns": ["losses/explained_variance"],
+    }
+    run.finish(panels)
+    return metrics
+
+
+# --- task: prompts, answers, scores ---
+def final_answer(text: str) -> str:
+    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    if boxed:
+        return boxed[-1].strip()
+    return text.split("####")[-1].strip()
+
+
+def verify(response: str, answer: str) -> bool:
+    """Compare final answers: the last word that is a number if the answer is one, else the text."""
+    response = final_answer(response)
+    number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
+    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
+    if numbers and re.fullmatch(number, answer):
+        return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
+    return response == answer
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
+    pairs = []
+    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = row.get("prompt") or row.get("question") or row["problem"]
+            answer = row["answer"] if "answer" in row else row["solution"]
+        except (ValueError, KeyError, AttributeError):
+            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
+        pairs.append((str(prompt), final_answer(str(answer))))
+    return pairs
+
+
+def sort_pairs(min_digits: int, max_digits: int) -> list[tuple[str, str]]:
+    """20,000 lists of digits, such as ("3142=", "1234")."""
+    rng = random.Random(0)
+    sizes = rng.choices(range(min_digits, max_digits + 1), k=20_000)
+    lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
+    return [(digits + "=", "".join(sorted(digits))) for digits in lists]
+
+
+def shuffled_passes(pairs: list, num_pairs: int, seed: int) -> list:
+    """Concatenate reshuffled copies of the data until there are num_pairs."""
+    order = []
+    while len(order) < num_pairs:
+        order += random.Random(f"{seed}/{len(order)}").sample(pairs, len(pairs))
+    return order[:num_pairs]
+
+
+def make_task(args):
+    """-> (prompt, answer) pairs for training, pairs for evaluation, scorer"""
+    kind, _, path = args.task.partition(":")
+    if kind == "sort":
+        pairs = sort_pairs(args.min_digits, args.max_digits)
+        is_right = lambda response, answer: response == answer
+    else:
+        pairs = read_pairs(path)
+        is_right = verify
+
+    def scorer(prompts, responses, answers):
+        return [is_right(*pair) for pair in zip(responses, answers, strict=True)]
+
+    if args.reward_fn:
+        path, _, name = args.reward_fn.rpartition(":")
+        functions = runpy.run_path(path)
+        if name not in functions:
+            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
+        scorer = functions[name]
+
+    # The held-out prompts are the same for every seed. None of them is trained on.
+    answers = dict(pairs)  # prompts may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
+    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
+    train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
+    if not train_pairs:
+        sys.exit(f"--task {args.task}: at least two different prompts are needed")
+    return train_pairs, list(eval_pairs.items()), scorer
+
+
+# --- model: load one, or make the tiny one ---
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # without check_available the answer is that of the build, on a machine without a GPU, too
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def make_tiny_tokenizer():
+    """One token per printable ASCII character."""
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_tiny_lm(tokenizer):
+    """A Llama with 0.1 million parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
 def warm_start(lm, pairs, tokenizer, args):
-    """Supervised steps on scrambled answers: right in form, and right in content by chance only."""
+    """Teach the tiny model what an answer looks like: the right digits in a random order."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
+        texts = []
+        for prompt, answer in batch:
+            scrambled = "".join(rng.sample(answer, len(answer)))
+            texts.append(prompt + scrambled + tokenizer.eos_token)
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        mask, lengths = tokens.attention_mask, torch.tensor([[len(prompt)] for prompt, _ in batch])
-        is_answer = (mask == 1) & (mask.cumsum(1) > lengths)  # a token a letter
-        lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
+        labels = tokens.input_ids.masked_fill(tokens.attention_mask == 0, -100)  # -100: no loss
+        for i, (prompt, _) in enumerate(batch):
+            labels[i, : len(prompt)] = -100  # the tiny tokenizer has one token per character
+        lm(**tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def main(args: Args) -> dict[str, float]:
-    torch.set_num_threads(args.num_threads)
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    best = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(best if args.device == "auto" else args.device)
-    lm, tokenizer, eos_ids = load_lm(args)
-    reference = PolicyWithValue(lm, eos_ids, args.temperature)
-    check_sampler(reference, args.model_name)
-    train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
-    scorer = make_scorer(args, verifier, device)
+def load_lm(args):
+    """-> causal LM, tokenizer, ids of the tokens that end a response (E,)"""
     if args.model_name is None:
-        warm_start(lm, train_pairs, tokenizer, args)
-    reference = copy.deepcopy(reference).to(device).requires_grad_(False) if args.kl_coef else None
-    policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    parameters, lr = list(policy.parameters()), args.learning_rate
-    optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
-    stream = []  # every prompt once per pass, each pass in an order of its own
-    while len(stream) < args.num_iterations * args.batch_size:
-        stream += random.Random(f"{args.seed}/{len(stream)}").sample(train_pairs, len(train_pairs))
+        tokenizer = make_tiny_tokenizer()
+        lm = make_tiny_lm(tokenizer)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks follow from lengths, not from pad ids
 
-    num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
-    iteration = global_step = skipped_steps = 0
-    run = Run(args, args.num_iterations)
-    if iteration == 0:
-        metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
-        run.log({"global_step": 0, **metrics})
-    while iteration < args.num_iterations:
-        iteration += 1
-        start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
-        lr = args.learning_rate * ((args.num_iterations - iteration + 1) / args.num_iterations)
-        optimizer.param_groups[0]["lr"] = lr
+    eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+    return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
-        # 1 collect
-        pairs = stream[global_step : global_step + args.batch_size]
-        uniforms = torch.rand(args.batch_size, args.max_response_length)  # of all rows and tokens
-        batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms.to(device))
-        global_step += args.batch_size
-        if not batch["scores"].isfinite().all():
-            bad = int(batch["scores"].isfinite().int().argmin())
-            sys.exit(f"the reward of answer {bad}, to {pairs[bad][0]!r}, is not finite")
-        batch["ref_logprobs"] = batch["logprobs"]
-        if reference is not None:
-            batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
 
-        # 2 advantages
-        mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
-        rewards = token_rewards(batch["scores"], *past, mask, args.kl_coef)
-        advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
-        batch["returns"] = advantages + batch["values"]
-        batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
-        rollout_time = time.time() - start_time
+# --- run folder ---
+def print_samples(title: str, samples: list[dict]):
+    print(title)
+    for sample in samples[:3]:
+        print(f"  {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']}")
 
-        # 3 update
-        updates = []  # LOSSES and gradient norm of each
-        for epoch in range(args.update_epochs):
-            minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
-            for mb_inds in minibatches:
-                optimizer.zero_grad()
-                num_tokens = batch["response_mask"][mb_inds].sum()
-                mb = {name: x[mb_inds] for name, x in batch.items()}
-                loss, stats = ppo_loss(policy, mb, num_tokens, args)
-                loss.backward()
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                stats = torch.cat([stats, grad_norm[None]])
-                if not stats.isfinite().all():  # a NaN must not reach the weights
-                    skipped_steps += 1
-                    continue
-                optimizer.step()
-                updates.append(stats)
-        if not updates:
-            sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
-        # 4 log
-        means = torch.stack(updates).mean(0).tolist()
-        metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
-        metrics |= {
-            "global_step": global_step,
-            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask),
-            "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
-            "losses/skipped_steps": skipped_steps,
-            "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
-            "charts/score": batch["scores"].mean().item(),
-            "charts/response_length": mask.sum(1).mean().item(),
-            "charts/truncated_frac": 1 - batch["ended"].mean().item(),
-            "charts/learning_rate": lr,
-            "charts/SPS": args.batch_size / (time.time() - start_time),
-            "time/rollout": rollout_time,
-            "time/update": time.time() - start_time - rollout_time,
-        }
+class Run:
+    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
 
-        # 5 evaluate
-        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics["eval/score"] = evaluate(policy, eval_pairs, tokenizer, scorer, args)
-        run.log(metrics)
-        line = f"PL:{means[0]:.2f} VL:{means[1]:.2f} R:{metrics['charts/score']:.2f}"
-        run.status(line, iteration)
+    def __init__(self, args):
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        self.dir = Path(args.run_dir or f"runs/{name}")
+        self.dir.mkdir(parents=True)
+        self.rows = []
+        self.start_time = time.time()
+        self.wandb = None
 
-    policy.lm.save_pretrained(run.dir / "final_model")
-    tokenizer.save_pretrained(run.dir / "final_model")
-    panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
-    panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]
-    panels["what the critic predicts"] = ["losses/explained_variance"]
-    run.close("answers generated", panels)
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
-    return metrics
+        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        if args.track:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=args.wandb_project_name, id=self.dir.name, dir=self.dir, config=config
+            )
+
+    def log(self, metrics: dict):
+        row = metrics | {"time": round(time.time() - self.start_time, 3)}
+        row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
+        self.rows.append(row)
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log(row, step=row["global_step"])
+
+    def log_samples(self, global_step: int, samples: list[dict]):
+        rows = [{"global_step": global_step} | sample for sample in samples]
+        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.wandb:
+            import wandb
+
+            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            self.wandb.log({"samples": table}, step=global_step)
+
+    def finish(self, panels: dict[str, list[str]]):
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        (self.dir / "summary.json").write_text(
+            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
+        )
+        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(
+                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
+            )
+            for color, name in zip(("C0", "C1"), names, strict=False):
+                rows = [row for row in self.rows if row.get(name) is not None]
+                steps = [row["global_step"] for row in rows]
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
+        if self.wandb:
+            self.wandb.finish()
+
+        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
+        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        print(f"curves.png and samples.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
 if __name__ == "__main__":

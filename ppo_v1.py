@@ -1,24 +1,27 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib", "wandb"]
+# requires-python = ">=3.11,<3.15"
+# dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib",
+#     "wandb"]
 # ///
-"""ppo_v1.py - PPO for language models (arXiv:1707.06347v2) with production features.
+r"""PPO for language models with production features (arXiv:1707.06347v2).
 
-Differs from ppo.py (each item is a marker in the code):
-    v1: checkpoint   - save and resume, bit-exact, killed at any moment; signals save and end
-    v1: schedule     - linear, cosine, constant, .. learning rate, with warm-up
-    v1: accumulate   - micro-batches inside a minibatch: same gradient, less memory
-    v1: memory       - bf16 autocast, gradient checkpointing, logits of a few rows at a time
-    v1: best         - keep the best model by evaluation; end when evaluation stops improving
-    v1: kl           - adaptive KL coefficient (arXiv:1909.08593), target KL for the epochs
+The loop is that of ppo.py. What is added, each with its marker in the code:
+    v1: checkpoint   - save and resume bit for bit, killed at any moment; signals save and end
+    v1: schedule     - linear, cosine or constant learning rate, with a warm-up
+    v1: accumulate   - micro-batches: the same gradient with less memory
+    v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: best         - keep the best model; stop when the evaluation no longer improves
+    v1: kl           - KL coefficient that aims at a target (arXiv:1909.08593); early end of epochs
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
-    v1: nan          - an answer whose reward is NaN is left out; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): same update as one process
-Simplified on purpose: no vLLM, no LoRA; sampling holds all weights on every rank.
-Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+    v1: nan          - a response whose score is NaN is left out, and the run goes on
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
+With all of them off this is ppo.py, bit for bit.
 
-    python ppo_v1.py --run-dir runs/mine --resume              # start, or go on where it stopped
-    torchrun --nproc-per-node 2 ppo_v1.py --fsdp               # two processes, sharded
+Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+The algorithm comes first and ends with `main`; loading data and models and logging stand below it.
+
+    python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
+    torchrun --nproc-per-node 2 ppo_v1.py --fsdp           # two processes, sharded
 """
 
 import copy
@@ -28,24 +31,25 @@ import os
 import random
 import re
 import runpy
-import shutil
 import signal
 import sys
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -54,794 +58,1133 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
-    num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
-    run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
-    eval_every: int = 5  # iterations between greedy evaluations on held-out prompts
-    eval_size: int = 256  # held-out prompts, at most
-    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
-    wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
+    seed: int = 1  # seeds weights, data order and sampling; held-out prompts are always the same
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
+    num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    eval_every: int = 5  # iterations between evaluations
+    eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
+    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "stale-experience"  # project name in wandb
     # v1: checkpoint, distributed
-    resume: bool = False  # go on with run_dir, or start it if there is nothing yet
-    save_every: int = 10  # iterations between checkpoints; the last is saved anyway
-    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun
+    resume: bool = False  # continue the run in run_dir with its options, or start it
+    save_every: int = 10  # iterations between checkpoints
+    fsdp: bool = False  # shard weights, gradients and optimizer over the ranks of torchrun
     # task
-    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt and answer, ..)
-    min_digits: int = 3  # sort: shortest list
-    max_digits: int = 4  # sort: longest list
-    reward_fn: str | None = None  # file.py:name of (prompts, responses, answers) -> list of floats
-    reward_model_name: str | None = None  # a sequence-classification model instead of the verifier
-    missing_eos_penalty: float = 0.0  # taken from the score of an answer that is cut off
+    task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
+    min_digits: int = 3  # sort: length of the shortest list
+    max_digits: int = 4  # sort: length of the longest list
+    reward_fn: str | None = None  # file.py:function(prompts, responses, answers) -> list of floats
     # model
-    model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
-    chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
-    separate_critic: bool = False  # give the value head a trunk of its own, not the policy's
-    sft_steps: int = 300  # tiny model: supervised steps on scrambled answers, for the format only
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    chat_template: bool = False  # format each prompt as a user message
+    sft_steps: int = 300  # tiny model only: supervised steps that teach the format of an answer
     # rollout
-    batch_size: int = 128  # answers sampled per iteration
-    max_prompt_length: int = 512  # tokens; longer prompts are left out, with a note
-    max_response_length: int = 8  # tokens, EOS included; an answer without EOS by then is cut off
-    temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
+    batch_size: int = 128  # responses per iteration
+    max_response_length: int = 8  # tokens, including EOS
+    max_prompt_length: int | None = None  # v1: memory: leave longer prompts out (None: keep all)
+    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
-    num_iterations: int = 40  # rollout + update rounds
-    learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
-    update_epochs: int = 2  # passes over the rollouts of an iteration
+    num_iterations: int = 40  # rounds of sampling and updating
+    learning_rate: float = 5e-4  # highest learning rate
+    update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the gradient's global norm here
+    max_grad_norm: float = 1.0  # clip the norm of the gradient
     # v1: schedule, accumulate, memory, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
-    warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
-    gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
-    bf16: bool = False  # bfloat16 autocast (weights, log-probs and losses stay float32)
-    gradient_checkpointing: bool = False  # keep one activation per layer, compute the rest again
-    early_stopping_patience: int = 0  # end after so many evaluations with no better one (0: off)
-    early_stopping_threshold: float = 0.001  # what counts as better
+    warmup_steps: int = 0  # iterations in which the learning rate rises linearly
+    gradient_accumulation_steps: int = 1  # micro-batches per minibatch
+    bf16: bool = False  # bfloat16 autocast; weights, log-probs and losses stay float32
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    early_stopping_patience: int | None = None  # stop after so many evaluations without improvement
     # PPO
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # 0: one-step TD advantage, 1: Monte Carlo
-    norm_adv: bool = False  # whiten advantages: makes a batch without a success as loud as one with
-    clip_coef: float = 0.2  # the policy ratio is clipped to 1 - this .. 1 + this
-    vf_clip_coef: float = 0.2  # a value may leave its old prediction by this much
+    gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
+    norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
+    clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
+    vf_clip_coef: float = 0.2  # clip range of value updates
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
-    kl_coef: float = 0.01  # penalty in the reward per nat of log pi - log pi_ref (0: no reference)
+    kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    adaptive_kl: bool = False  # move kl_coef so that the KL per answer comes near kl_target
-    kl_target: float = 6.0  # nats per answer
-    kl_horizon: int = 10_000  # answers over which kl_coef may change by about 20 %
-    target_kl: float | None = None  # end an update's epochs once approx_kl is over 1.5 times this
-    clip_coef_high: float | None = None  # upper side of the policy clip (None: clip_coef)
+    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
+    target_kl: float | None = None  # end the epochs of an update once approx_kl exceeds 1.5 x this
+    clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
 
-    def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        one = ["gamma", "gae_lambda"]  # from 0 to this
-        zero = [*one, "seed", "sft_steps", "missing_eos_penalty", "vf_coef", "ent_coef", "kl_coef"]
-        zero += "warmup_steps early_stopping_patience early_stopping_threshold".split()  # v1
-        for name, value in vars(self).items():
-            least, most = 0 if name in zero else 1e-9, 1 if name in one else sys.maxsize
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
+    def __post_init__(self):
+        """Check the options. tyro prints a ValueError from here as a command-line error."""
+        for name in (
+            "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
+            "max_response_length", "num_iterations", "learning_rate", "update_epochs",
+            "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
+            # v1: the options that it adds
+            "save_every", "max_prompt_length", "gradient_accumulation_steps",
+            "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not value > 0:  # NaN, too
+                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+        for name in ("sft_steps", "gamma", "gae_lambda", "vf_coef", "kl_coef"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
         kind, _, path = self.task.partition(":")
-        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
-        for wrong, message in (
-            (not known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
-            (self.reward_fn and self.reward_model_name, "--reward-fn or --reward-model-name, not both"),
-            (self.min_digits > self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches, "--num-minibatches must divide --batch-size"),
-            # v1: checkpoint, kl
-            (self.resume and not self.run_dir, "--resume needs --run-dir"),
-            (self.adaptive_kl and not self.kl_coef, "--adaptive-kl needs a --kl-coef to start from"),
-        ):
-            if wrong:
-                raise ValueError(message)
-
-
-# --- task ---
-def final_answer(text: str) -> str:
-    """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
-    return (boxed[-1] if boxed else text.split("####")[-1]).strip()
-
-
-def verify(prompt, response, answer) -> bool:
-    """Is the final answer right as a text, or its last number as a number?"""
-    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    numbers = re.findall(number, response)
-    if numbers and re.fullmatch(number, answer):
-        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-    return response == answer
-
-
-def read_jsonl(path: str, convert, expected: str) -> list:
-    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
-    rows = []
-    for number, line in enumerate(open(path, "rb"), 1):
-        try:
-            rows += [convert(json.loads(line))] if line.strip() else []
-        except Exception:
-            sys.exit(f"{path}: line {number} must be JSON with {expected}")
-    return rows
-
-
-def to_pair(row: dict) -> tuple[str, str]:
-    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-    answer = [row[name] for name in ("answer", "solution") if name in row][0]
-    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-    return prompt, final_answer(str(answer))
-
-
-def make_task(args, tokenizer):
-    """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
-    kind, _, source = args.task.partition(":")
-    if kind == "sort":
-        rng = random.Random(0)
-        sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
-        lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
-        pairs = [(digits + "=", "".join(sorted(digits))) for digits in lists]
-        verifier = lambda prompt, response, answer: response == answer  # a leading 0 counts
-    elif kind == "jsonl":
-        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
-    else:
-        import reasoning_gym
-
-        dataset = reasoning_gym.create_dataset(source, size=5_000, seed=0)
-        entries = {entry["question"]: entry for entry in dataset}
-        pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
-        verifier = lambda prompt, said, _: dataset.score_answer(said.strip(), entries[prompt])
-    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [p for p, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
-    if len(fits) < len(pairs):
-        print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
-    held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
-    train = [pair for pair in fits if pair[0] not in held_out]
-    if not train:
-        sys.exit(f"--task {args.task}: fewer than two prompts within --max-prompt-length")
-    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
-
-
-def make_scorer(args, verifier, device):
-    """Where scores come from: reward function, reward model or verifier."""
-    if args.reward_fn:
-        path, _, name = args.reward_fn.rpartition(":")
-        return runpy.run_path(path)[name]
-    if not args.reward_model_name:
-        return verifier
-    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-    name = args.reward_model_name
-    judge = transformers.pipeline("text-classification", name, device=device, **options)
-    if judge.model.config.num_labels != 1:
-        sys.exit(f"--reward-model-name {name}: it has more than one label")
-
-    def judge_texts(prompts, responses, answers):
-        pairs = list(zip(prompts, responses, strict=True))
-        texts = [prompt + response for prompt, response in pairs]
-        if args.chat_template:
-            turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
-            texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        return [row["score"] for row in judge(texts)]
-
-    return judge_texts
+        if kind not in ("sort", "jsonl"):
+            raise ValueError(f"--task {self.task}: must be sort or jsonl:PATH")
+        if kind == "jsonl" and not Path(path).is_file():
+            raise ValueError(f"--task {self.task}: there is no file {path}")
+        if kind == "sort" and not self.min_digits <= self.max_digits < self.max_response_length:
+            raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+        if self.reward_fn and not Path(self.reward_fn.rpartition(":")[0]).is_file():
+            raise ValueError(f"--reward-fn {self.reward_fn}: must be file.py:function")
+        if self.chat_template and not self.model_name:
+            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+        if self.batch_size % self.num_minibatches:
+            raise ValueError("--batch-size must be a multiple of --num-minibatches")
+        # v1: checkpoint, accumulate, kl, distributed
+        if self.resume and not self.run_dir:
+            raise ValueError("--resume needs --run-dir")
+        rows = self.batch_size // self.num_minibatches
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if rows % (self.gradient_accumulation_steps * num_ranks):
+            raise ValueError("a minibatch must divide into micro-batches x ranks")
+        if self.ref_kl_target and not self.kl_coef:
+            raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+        if self.fsdp and num_ranks == 1:
+            raise ValueError("--fsdp needs torchrun with two processes or more")
 
 
 # --- networks ---
+# A batch is a dict of tensors:
+#     prompt_ids, prompt_mask       (B,P)
+#     response_ids, response_mask   (B,R)  the mask is 1 up to and including EOS
+#     logprobs, values              (B,R)  of the policy before the update, which sampled
+#     ref_logprobs                  (B,R)  of the reference
+#     advantages, returns           (B,R)  added by add_advantages
+#     scores, ended                 (B,)   ended: 1 if there is an EOS
+
+
 class PolicyWithValue(nn.Module):
-    """A causal LM and a value head, on the LM's own trunk or on a copy of it."""
+    """A causal language model with a value head on its last hidden layer."""
 
-    def __init__(self, lm, eos_ids, temperature: float, separate_critic=False):
+    def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
-        self.lm, self.temperature = lm, temperature
-        self.critic = copy.deepcopy(lm.base_model) if separate_critic else None
+        self.lm = lm
+        self.temperature = temperature
         self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
-        nn.init.zeros_(self.value_head.weight)  # the first advantages are then plain returns
+        nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
-        self.register_buffer("eos_ids", eos_ids)  # (E,) what ends an answer
-        self.eval()  # for good: dropout is noise in ratios
+        self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
+        self.eval()  # during training, too: dropout would be noise in the policy ratio
 
-    def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token and values.  -> (B,n,V), (B,n)"""
-        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
-        inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
-        # only real tokens count, so that left padding does not shift a prompt
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
-        output = self.lm(**inputs, **heads, past_key_values=caches[0])
-        hidden = output.hidden_states[-1]
-        if self.critic is not None:
-            hidden = self.critic(**inputs, past_key_values=caches[1]).last_hidden_state
-        values = self.value_head(hidden[:, -num_last:]).squeeze(-1).float()
-        return output.logits[:, -num_last:], values
+    def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
+        """Logits of the next token and values at the last positions.  -> (B,n,V), (B,n), cache
 
-    def forward(self, rows: dict):
-        """Log-prob, entropy of each response token, value of the state before it.  -> 3 x (B,R)"""
-        ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
-        # The last token is not fed: of the last R outputs, number t predicts response token t.
-        logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
-        outputs = (*token_logprobs(logits, rows["response_ids"], self.temperature), values)
-        return tuple(x.masked_fill(rows["response_mask"] == 0, 0.0) for x in outputs)
-
-    def step(self, ids, mask, caches):
-        """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
-        logits, values = self.predict(ids, mask, 1, caches)
-        return logits[:, 0].float() / self.temperature, values[:, 0]
+        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        """
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        output = self.lm(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=use_cache,
+            output_hidden_states=True,
+            logits_to_keep=num_last,
+        )
+        logits = output.logits[:, -num_last:].float() / self.temperature
+        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        return logits, values.float(), output.past_key_values
 
 
-def token_logprobs(logits, ids, temperature, max_logits=2**25):
-    """Log-prob of each id under softmax(logits / temperature), entropy.  (B,R,V) -> 2 x (B,R)"""
-    # v1: memory: float32 copies of a few rows at a time, made again in the backward pass
-    size = max(1, max_logits // logits[0].numel())
-    if len(ids) > size:
-        rest = (temperature, sys.maxsize)
-        pieces = zip(logits.split(size), ids.split(size), strict=True)
-        outputs = [checkpoint(token_logprobs, *x, *rest, use_reentrant=False) for x in pieces]
-        return tuple(map(torch.cat, zip(*outputs, strict=True)))
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
-
-
-def make_tiny_tokenizer():
-    """One token per printable ASCII character, so that one code path serves all models."""
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    ids = {token: i for i, token in enumerate([*special.values(), *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def load_lm(args):
-    """-> causal LM, tokenizer, the ids that end an answer (E,)"""
-    if args.model_name is None:
-        tokenizer = make_tiny_tokenizer()
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
-        special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) is not the policy
-    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not from ids
-    most = getattr(lm.config, "max_position_embeddings", None) or math.inf
-    if args.max_prompt_length + args.max_response_length > most:
-        sys.exit(f"--max-prompt-length + --max-response-length: the model ends at {most} tokens")
-    return lm, tokenizer, torch.tensor(sorted(eos_ids))
+def logprobs_and_values(policy, batch: dict):
+    """Log-prob and entropy of each response token, and the value before it.  -> 3 x (B,R)"""
+    ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], 1)
+    num_response_tokens = batch["response_ids"].shape[1]
+    # Position t predicts token t + 1, so the last token is not an input.
+    logits, values, _ = policy(ids[:, :-1], mask[:, :-1], num_response_tokens)
+    all_logprobs = logits.log_softmax(-1)  # (B,R,V)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    logprobs = all_logprobs.gather(-1, batch["response_ids"][..., None]).squeeze(-1)
+    is_token = batch["response_mask"] == 1
+    return logprobs.where(is_token, 0.0), entropy.where(is_token, 0.0), values.where(is_token, 0.0)
 
 
 @torch.no_grad()
-def check_sampler(policy, name: str):
-    """Cached steps must give what a forward pass gives, or a run would train on wrong samples."""
-    ids, mask = torch.tensor([[3, 4, 5], [5, 3, 4]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    whole, caches = policy.predict(ids, mask, 1)[0][1:, 0], (transformers.DynamicCache(), None)
-    try:  # a recurrent state is no cache of keys and values: Mamba, LFM2, Qwen3-Next
-        policy.predict(ids[:, :2], mask[:, :2], 1, caches)
-        caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
-        steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
-        assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
-    except Exception:
-        sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
-
-
-# --- math ---
-# v1: distributed
-def total(x):
-    """Sum over the ranks of torchrun."""
-    x = x.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-# v1: kl
-def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_answers):
-    """Proportional controller of section 2.2 of arXiv:1909.08593; `kl` in nats per answer."""
-    error = min(max(kl / kl_target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * num_answers / kl_horizon)
-
-
-def masked_mean(x, mask):
-    return (x * mask).sum() / mask.sum().clamp(min=1)
-
-
-def whiten(x, mask):
-    """Zero mean and unit variance over valid tokens, 0 elsewhere.  (B,R) -> (B,R)"""
-    centred = (x - masked_mean(x, mask)) * mask
-    return centred * (masked_mean(centred**2, mask) + 1e-8).rsqrt()
-
-
-def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """KL penalty on every token, score on the last valid one.  (B,), 3 x (B,R) -> (B,R)"""
-    # k1 = log pi - log pi_ref is for the reward: as a loss, its expected gradient is zero
-    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
-    last = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
-    return rewards.scatter_add(1, last, scores[:, None])
-
-
-def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
-    logratio = (ref_logprobs - logprobs).clamp(-20, 20)
-    return logratio.exp() - 1 - logratio
-
-
-def compute_gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalized advantages, eq. 11 and 12 of arXiv:1707.06347v2.  3 x (B,R) -> (B,R)"""
-    assert rewards.shape == values.shape == mask.shape  # broadcasting hides bugs
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # after the last token
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
-        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
-    return advantages
-
-
-def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip=None):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
-    plain = -advantages * ratio
-    loss = torch.max(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:  # v1: clip: a ratio that explodes where A < 0 is bounded, too
-        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
-    return loss, (loss != plain).float()
-
-
-def value_loss(new_values, values, returns, clip_coef):
-    """Half the squared error of the new value, or of one held near the old if worse.  -> (B,R)"""
-    assert new_values.shape == values.shape == returns.shape
-    held = values + (new_values - values).clamp(-clip_coef, clip_coef)
-    return 0.5 * torch.max((new_values - returns) ** 2, (held - returns) ** 2)
-
-
-def explained_variance(values, returns, mask):
-    """1: the critic predicts the returns; 0: no better than a constant.  3 x (B,R) -> float"""
-    residual, variance = ((x - masked_mean(x, mask)) ** 2 for x in (returns - values, returns))
-    return 1 - (masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)).item()
-
-
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split()
-
-
-def ppo_loss(policy, mb, num_tokens, args):
-    """What these rows add to loss and LOSSES of a minibatch of `num_tokens`.  -> (), (n,)"""
-    mask = mb["response_mask"].float()
-    logprobs, entropy, values = policy(mb)
-    entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
-    clip = (args.clip_coef, args.clip_coef_high or args.clip_coef, args.dual_clip)  # v1: clip
-    pg_loss, clipped = policy_loss(logprobs, mb["logprobs"], mb["advantages"], *clip)
-    v_loss = value_loss(values, mb["values"], mb["returns"], args.vf_clip_coef)
-    kl, moved = k3_kl(mb["logprobs"], logprobs.detach()), (logprobs.detach() - mb["logprobs"]).abs()
-    # a mean over all tokens: one per sequence would under-weight long answers (arXiv:2503.14476)
-    terms = (pg_loss, v_loss, entropy, kl, clipped, moved)
-    terms = [(x * mask).sum() / num_tokens for x in terms]
-    loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]
-    return loss, torch.stack(terms).detach()
+def logprobs_and_values_in_parts(policy, batch: dict, args):
+    """The same without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    size = args.batch_size // args.num_minibatches
+    size = size // args.gradient_accumulation_steps  # v1: accumulate
+    parts = []
+    for start in range(0, len(batch["response_ids"]), size):
+        minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
+        parts.append(logprobs_and_values(policy, minibatch))
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
 
 # --- rollout ---
 def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
     if chat_template:
-        turns = [[dict(role="user", content=prompt)] for prompt in prompts]
-        prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        messages = [[dict(role="user", content=prompt)] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
     return tokenizer(prompts, add_special_tokens=not chat_template, **padding)
 
 
 def sample_token(logits, uniforms):
-    """Inverse-CDF draw: an answer does not depend on the rows beside it.  (B,V), (B,) -> (B,)"""
-    cdf = logits.softmax(-1).cumsum(-1)
-    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(-1)
-    return token.clamp(max=logits.shape[-1] - 1)
+    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+
+    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
+    which of them have ended.
+    """
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
 
 
 @torch.no_grad()
-def generate(policy, ids, mask, max_response_length, uniforms=None):
-    """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own: no second pass. transformers' `generate` would apply
-    # a checkpoint's generation config: its samples are not the policy's.
-    shape, device = (len(ids), max_response_length), ids.device
-    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
-    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
-    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
-    caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
+def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None) -> dict:
+    """Continue each prompt: sample with the given uniform numbers (B,R), or greedily without.
+
+    Not `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would change the
+    distribution that we sample from, and the log-probs stored here would be wrong.
+    """
+    device = prompt_ids.device
+    logprobs = torch.zeros(len(prompt_ids), max_response_length, device=device)
+    values = torch.zeros_like(logprobs)
+    response_ids = torch.zeros_like(logprobs, dtype=torch.long)
+    response_mask = torch.zeros_like(response_ids)
+    ids, mask, cache = prompt_ids, prompt_mask, None  # the model makes a cache of its own kind
+    rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
     for t in range(max_response_length):
-        logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
-        token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
-        logprobs = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        for name, x in zip(rows, (token, 1, logprobs, values), strict=True):
-            rows[name][alive, t] = x  # the mask includes the EOS and nothing after it
-        going = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
-        if len(going) == 0:
+        logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
+        logits = logits[:, 0]  # (rows,V)
+        if uniforms is None:
+            token = logits.argmax(-1)
+        else:
+            token = sample_token(logits, uniforms[rows, t])
+        response_ids[rows, t] = token
+        response_mask[rows, t] = 1  # for EOS, too
+        logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        values[rows, t] = value[:, 0]
+
+        unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
+        if len(unfinished) == 0:
             break
-        if len(going) < len(alive):
-            alive, token, mask = alive[going], token[going], mask[going]
-            for cache in caches:
-                cache.batch_select_indices(going)
+        if len(unfinished) < len(rows):  # ended responses cost nothing
+            rows = rows[unfinished]
+            token = token[unfinished]
+            mask = mask[unfinished]
+            cache.reorder_cache(unfinished)
         ids = token[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    return {name: x[:, : t + 1] for name, x in rows.items()}
+    responses = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
+    )
+    return {
+        name: tensor[:, : t + 1] for name, tensor in responses.items()
+    }  # the longest ended at t
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Answer prompts, score the answers.  -> prompt_*: (B,P), scores, ended: (B,), rest: (B,R)"""
-    prompts, answers = map(list, zip(*pairs, strict=True))
+    """Respond to prompts and score the responses.
+
+    Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
+    """
+    prompts = [prompt for prompt, _ in pairs]
+    answers = [answer for _, answer in pairs]
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
-    rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
-    valid = rows["response_mask"].bool()
-    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
-    texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
-    said = scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers)
-    try:
-        scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
-    except (TypeError, ValueError):
-        sys.exit(f"the reward must be {len(prompts)} numbers, one an answer, not {str(said)[:80]}")
-    ended = rows["ended"] = is_eos.any(1).float()
-    own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
-    scores = scores.to(ended) * (1 if own_reward else ended)
-    rows["scores"] = scores - args.missing_eos_penalty * (1 - ended)
+    # v1: distributed: prompts of all ranks are padded to one length, then each takes its share
+    prompts = prompts[rank() :: world_size()]
+    answers = answers[rank() :: world_size()]
+    prompt_ids = inputs.input_ids[rank() :: world_size()]
+    prompt_mask = inputs.attention_mask[rank() :: world_size()]
+    rows = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    rows |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+
+    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
+    is_text = (rows["response_mask"] == 1) & ~is_eos
+    text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
+    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
+    scores = scorer(prompts, responses, answers)
+    if len(scores) != len(prompts):
+        sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
+
+    rows["ended"] = is_eos.any(1).float()
+    rows["scores"] = torch.tensor([float(score) for score in scores]).to(rows["ended"])
+    if not args.reward_fn:  # built-in scorers: a truncated response is wrong
+        rows["scores"] *= rows["ended"]
     return rows
 
 
-@torch.no_grad()
-def score_rows(model, rows: dict, num_rows: int):
-    """Log-probs, entropy and values as `model` sees them, a few rows at a time.  -> 3 x (B,R)"""
-    chunks = torch.arange(len(rows["response_ids"])).split(num_rows)
-    parts = [model({name: x[inds] for name, x in rows.items()}) for inds in chunks]
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+# --- math ---
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
+def whiten(x, mask):
+    """Shift and scale the valid entries to mean 0 and variance 1.  (B,R) -> (B,R)"""
+    centered = (x - masked_mean(x, mask)) * mask
+    return centered * (masked_variance(x, mask) + 1e-8).rsqrt()
+
+
+def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
+    """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
+
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence (k1). It has to be
+    part of the reward: as a term of the loss, its expected gradient would be zero.
+    """
+    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
+    last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
+    return rewards.scatter_add(1, last_token, scores[:, None])
+
+
+def k3_kl(logp, logq):
+    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    logratio = (logq - logp).clamp(-20, 20)
+    return logratio.exp() - 1 - logratio
+
+
+def compute_gae(rewards, values, mask, gamma, gae_lambda):
+    """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
+    assert rewards.shape == values.shape == mask.shape
+    advantages = torch.zeros_like(rewards)
+    next_value = 0.0  # the response ends: nothing follows
+    next_advantage = 0.0
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
+        next_value = values[:, t] * mask[:, t]
+        advantages[:, t] = next_advantage
+    return advantages
+
+
+def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
+    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
+    unclipped = -advantages * ratio
+    high = clip_coef_high or clip_coef  # v1: clip
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
+    loss = torch.max(unclipped, clipped)
+    if dual_clip:  # v1: clip: where the advantage is negative, max() alone bounds nothing
+        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
+    return loss, (loss != unclipped).float()
+
+
+def value_loss(new_values, values, returns, clip_coef):
+    """Clipped squared error, as in the PPO of OpenAI's baselines.  3 x (B,R) -> (B,R)"""
+    assert new_values.shape == values.shape == returns.shape
+    clipped_values = values + (new_values - values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max((new_values - returns) ** 2, (clipped_values - returns) ** 2)
+
+
+def explained_variance(batch: dict) -> float:
+    """1: the values predict the returns. 0: they are no better than a constant."""
+    mask = batch["response_mask"].float()
+    return_variance = masked_variance(batch["returns"], mask)
+    if return_variance < 1e-8:
+        return math.nan  # constant returns: there is nothing to explain
+    residual_variance = masked_variance(batch["returns"] - batch["values"], mask)
+    return 1 - (residual_variance / return_variance).item()
+
+
+# v1: kl
+def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
+    """Proportional controller, section 2.2 of arXiv:1909.08593; kl in nats per response."""
+    error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_responses / 10_000)
+
+
+# v1: schedule
+def lr_factor(iteration, args) -> float:
+    """Learning rate of an iteration, as a fraction of the highest one."""
+    if iteration <= args.warmup_steps:
+        return iteration / (args.warmup_steps + 1)
+    progress = iteration - 1 - args.warmup_steps
+    progress = progress / (args.num_iterations - args.warmup_steps)
+    if args.lr_scheduler_type == "linear":
+        return 1 - progress
+    if args.lr_scheduler_type == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0
+
+
+# --- update ---
+def add_advantages(batch: dict, kl_coef, args):
+    """Add advantages and returns (B,R) to a batch that has scores, log-probs and values."""
+    mask = batch["response_mask"].float()
+    rewards = token_rewards(
+        batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, kl_coef
+    )
+    advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
+    batch["advantages"] = advantages
+    batch["returns"] = advantages + batch["values"]
+
+
+def ppo_loss(policy, minibatch: dict, num_tokens, args):
+    """-> loss, dict of statistics; sums over these rows, divided by the minibatch's tokens"""
+    mask = minibatch["response_mask"].float()
+    old_logprobs = minibatch["logprobs"]
+    logprobs, entropy, values = logprobs_and_values(policy, minibatch)
+    if not args.ent_coef:
+        entropy = entropy.detach()  # only logged: skip its backward pass
+
+    pg_loss, clipped = policy_loss(
+        logprobs,
+        old_logprobs,
+        minibatch["advantages"],
+        args.clip_coef,
+        args.clip_coef_high,
+        args.dual_clip,
+    )
+    v_loss = value_loss(values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
+    per_token = dict(
+        policy_loss=pg_loss,
+        value_loss=v_loss,
+        entropy=entropy,
+        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        clipfrac=clipped,
+        abs_logratio=(logprobs.detach() - old_logprobs).abs(),
+    )
+    means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}  # v1: accumulate
+    loss = (
+        means["policy_loss"] + args.vf_coef * means["value_loss"] - args.ent_coef * means["entropy"]
+    )
+    return loss, {name: mean.detach() for name, mean in means.items()}
+
+
+def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    if args.norm_adv:
+        advantages = whiten(batch["advantages"], batch["response_mask"].float())
+        batch = batch | dict(advantages=advantages)
+    parameters = optimizer.param_groups[0]["params"]
+    device = batch["response_ids"].device
+    steps = []
+    num_skipped = 0
+    for epoch in range(args.update_epochs):
+        shuffled = torch.randperm(args.batch_size).to(device)
+        minibatches = shuffled.chunk(args.num_minibatches)
+        for mb_inds in minibatches:
+            optimizer.zero_grad()
+            # v1: accumulate, distributed
+            num_tokens = batch["response_mask"][mb_inds].sum()
+            my_inds = mb_inds[rank() :: world_size()]
+            micro_stats = []
+            for micro_inds in my_inds.chunk(args.gradient_accumulation_steps):
+                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, stats = ppo_loss(policy, minibatch, num_tokens, args)
+                loss.backward()
+                micro_stats.append(stats)
+            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+            sum_over_ranks(stats.values())
+            sum_gradients(policy)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
+            steps.append(stats)
+            if all(value.isfinite() for value in stats.values()):
+                optimizer.step()
+            else:
+                num_skipped += 1  # a NaN must not reach the weights
+        # v1: kl
+        if args.target_kl and steps[-1]["approx_kl"] > 1.5 * args.target_kl:
+            break
+    if num_skipped == len(steps) and batch["response_mask"].any():  # v1: nan: else no score counts
+        sys.exit("no step of this update had a finite loss and gradient")
+    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
+    metrics["losses/skipped_steps"] = num_skipped
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    return metrics
 
 
 # --- evaluate ---
-def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
-    """Mean score of greedy answers. Draws no random number, so it cannot change training."""
-    batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
-    scores = [rollout(policy, batch, tokenizer, scorer, args)["scores"] for batch in batches]
-    mean = torch.cat(scores).nanmean()
-    return (total(mean) / total(torch.ones_like(mean))).item()  # v1: distributed
+def evaluate(policy, pairs, tokenizer, scorer, args):
+    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+
+    Uses no random numbers: training is not affected.
+    """
+    scores = []
+    samples = []
+    for start in range(0, len(pairs), args.batch_size):
+        some_pairs = pairs[start : start + args.batch_size]
+        # v1: distributed: each rank takes as many prompts; a rest is filled up with copies
+        copies = some_pairs[:1] * (-len(some_pairs) % world_size())
+        batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
+        batch = gather_rows(batch, args)
+        scores.append(batch["scores"][: len(some_pairs)])
+        if len(samples) < 8:
+            samples += as_samples(batch, some_pairs, tokenizer)
+    # v1: nan
+    scores = torch.cat(scores)
+    is_finite = scores.isfinite()
+    metrics = {"eval/score": scores[is_finite].mean().item()}
+    metrics["eval/nan_scores"] = (~is_finite).sum().item()
+    return metrics, samples[:8]
 
 
-# --- run folder ---
-class Run:
-    """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
-
-    def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
-        if enabled:
-            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
-            (self.dir / "metrics.jsonl").write_text("".join(lines))
-        if enabled and args.track:
-            import wandb
-
-            where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
-            self.wandb = wandb.init(**where, config=config, resume="allow")
-
-    def log(self, metrics: dict):
-        row = metrics | {"time": round(time.time() - self.start, 3)}
-        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
-        if self.enabled:
-            with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(self.rows[-1]) + "\n")
-        if self.wandb:
-            self.wandb.log(self.rows[-1], step=row["global_step"])
-
-    def status(self, line: str, done: int):
-        """What a person watches: behind a bar on a terminal, else a plain line now and then."""
-        self.bar.set_postfix_str(line, refresh=False)
-        self.bar.update(done - self.bar.n)
-        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
-            print(f"[{done}/{self.total}] {line}", flush=True)
-
-    def close(self, xlabel: str, panels: dict[str, list[str]]):
-        """summary.json, and curves.png: a panel per title, a line per metric."""
-        self.bar.close()
-        if not self.enabled:
-            return
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        height = math.ceil(len(panels) / 4)
-        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
-                axis.plot(list(points), list(points.values()), ".-", label=key)
-            axis.legend()
-        figure.savefig(self.dir / "curves.png")
-        if self.wandb:
-            self.wandb.finish()
+def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
+    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    samples = []
+    for i, (prompt, answer) in enumerate(pairs):
+        is_token = batch["response_mask"][i] == 1
+        response = tokenizer.decode(batch["response_ids"][i][is_token])
+        score = batch["scores"][i].item()
+        score = score if math.isfinite(score) else None  # v1: nan
+        samples.append(dict(prompt=prompt, response=response, answer=answer, score=score))
+    return samples
 
 
-# v1: checkpoint
-def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM go into this list: save and end. A second one ends at once."""
-    received = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(1) if received else received.append(number))
-    return received
-
-
-# v1: distributed
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
-
-
-def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder that takes the place of the one before."""
-    state = dcp.get_model_state_dict(policy, options=FULL)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(f"{folder}.tmp", state_dict=state)
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
-        os.replace(f"{folder}.tmp", folder)
-
-
-# v1: distributed
-def init_distributed(device):
-    """-> rank, number of ranks, this rank's device; 0, 1, device without torchrun"""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1, device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if dist.get_rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one voice is enough
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def shard(policy):
-    """FSDP2 that keeps weights whole until the backward pass: sampling needs no communication."""
-    for trunk in filter(None, (policy.lm, policy.critic)):
-        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
-            fully_shard(layer, reshard_after_forward=False)
-    fully_shard(policy, reshard_after_forward=False)
-    register_fsdp_forward_method(policy, "step")
-
-
-def sum_gradients(policy, world_size: int):
-    """Each loss was divided by the tokens of all ranks, so gradients add up. FSDP has averaged."""
-    for parameter in policy.parameters() if world_size > 1 else ():
-        if isinstance(policy, FSDPModule):
-            parameter.grad.mul_(world_size)
-        else:
-            dist.all_reduce(parameter.grad)
-
-
-def join(parts: list[dict]) -> dict:
-    """Rows of all parts, prompts padded on the left and responses on the right to one width."""
-    joined = {}
-    for name in parts[0]:
-        rows = [part[name] for part in parts]
-        if rows[0].dim() == 2:
-            gaps = [max(x.shape[1] for x in rows) - x.shape[1] for x in rows]
-            sides = [(gap, 0) if "prompt" in name else (0, gap) for gap in gaps]
-            rows = [nn.functional.pad(x, side) for x, side in zip(rows, sides, strict=True)]
-        joined[name] = torch.cat(rows)
-    return joined
-
-
-def gather_rows(rows: dict, world_size: int) -> dict:
-    """All rows on every rank in the order of one process, so that ranks shuffle alike."""
-    parts = [None] * world_size
-    dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
-    joined = join(parts)
-    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank 0 had 0, 2, ..
-    return {name: x[order].to(rows[name].device) for name, x in joined.items()}
+def batch_metrics(batch: dict, args) -> dict[str, float]:
+    """What was sampled, in numbers."""
+    # v1: nan: leave responses without a score out
+    is_scored = batch["response_mask"].any(1)
+    num_nan_scores = (~is_scored).sum().item()
+    batch = {name: tensor[is_scored] for name, tensor in batch.items()}
+    mask = batch["response_mask"].float()
+    metrics = {
+        "charts/score": batch["scores"].mean().item(),
+        "charts/response_length": mask.sum(1).mean().item(),
+        "charts/truncated_frac": 1 - batch["ended"].mean().item(),
+        "losses/explained_variance": explained_variance(batch),
+    }
+    if args.kl_coef:
+        ref_kl = k3_kl(batch["logprobs"], batch["ref_logprobs"])
+        metrics["losses/ref_kl"] = masked_mean(ref_kl, mask).item()
+        # v1: kl
+        logratio = (batch["logprobs"] - batch["ref_logprobs"]) * mask
+        metrics["rollout/kl_per_response"] = logratio.sum(1).mean().item()
+    metrics["rollout/nan_scores"] = num_nan_scores  # v1: nan
+    return metrics
 
 
 # --- main ---
+def main(args: Args) -> dict[str, float]:
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:  # v1: checkpoint
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    torch.set_num_threads(args.num_threads)
+    torch.manual_seed(args.seed)
+    transformers.utils.logging.disable_progress_bar()
+    device = pick_device(args.device, built_in=args.model_name is None)
+    device = init_distributed(device)  # v1: distributed
+
+    train_pairs, eval_pairs, scorer = make_task(args)
+    lm, tokenizer, eos_ids = load_lm(args)
+    # v1: memory
+    train_pairs = drop_long_prompts(train_pairs, tokenizer, args)
+    eval_pairs = drop_long_prompts(eval_pairs, tokenizer, args)
+    policy = PolicyWithValue(lm, eos_ids, args.temperature)
+    if args.model_name is None:
+        warm_start(lm, train_pairs, tokenizer, args)
+    policy.to(device)
+    broadcast_weights(policy)  # v1: distributed
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    # v1: memory, distributed
+    if args.gradient_checkpointing:
+        checkpoint_layers(policy)
+    if args.bf16:
+        autocast = torch.autocast(device.type, torch.bfloat16)
+        policy.forward = autocast(policy.forward)
+        if reference is not None:
+            reference.forward = autocast(reference.forward)
+    if args.fsdp:
+        shard(policy, device)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
+
+    run = Run(args)
+    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
+    # v1: checkpoint, kl, best
+    state = dict(
+        iteration=0,
+        kl_coef=args.kl_coef,
+        best_score=-math.inf,
+        evals_without_improvement=0,
+        stop_early=False,
+    )
+    if args.resume and (run.dir / "checkpoint.pt").exists():
+        state |= load_checkpoint(run, policy, optimizer)
+        if not args.ref_kl_target:
+            state["kl_coef"] = args.kl_coef  # it may be typed anew
+        metrics, samples = run.rows[-1], []
+        progress.update(state["iteration"])
+    else:
+        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+        drop_lines_after(-1, run.dir / "samples.jsonl")
+        run.log({"global_step": 0} | metrics)
+        run.log_samples(0, samples)
+        print_samples("before training", samples)
+        if math.isfinite(metrics["eval/score"]):
+            state["best_score"] = metrics["eval/score"]
+        save_model(policy, tokenizer, run.dir / "best")
+    last_iteration = state["iteration"] if state["stop_early"] else args.num_iterations
+    signals = Signals()
+
+    for iteration in range(state["iteration"] + 1, last_iteration + 1):
+        start_time = time.time()
+        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        learning_rate = args.learning_rate * lr_factor(iteration, args)  # v1: schedule
+        optimizer.param_groups[0]["lr"] = learning_rate
+
+        # 1. sample and score
+        global_step = iteration * args.batch_size
+        pairs = prompt_order[global_step - args.batch_size : global_step]
+        uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
+        uniforms = uniforms[rank() :: world_size()]  # v1: distributed
+        batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+        # v1: nan: without tokens in its mask a response has no part in the update
+        is_finite = batch["scores"].isfinite()
+        batch["scores"] = batch["scores"].where(is_finite, 0.0)
+        batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
+        if reference is None:
+            batch["ref_logprobs"] = batch["logprobs"]  # no penalty
+        else:
+            batch["ref_logprobs"], _, _ = logprobs_and_values_in_parts(reference, batch, args)
+
+        batch = gather_rows(batch, args)  # v1: distributed
+
+        # 2. advantages
+        add_advantages(batch, state["kl_coef"], args)  # v1: kl
+        rollout_time = time.time() - start_time
+
+        # 3. update
+        losses = update(policy, optimizer, batch, args)
+        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
+            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
+
+        # 4. evaluate and log
+        metrics = {
+            "global_step": global_step,
+            "charts/learning_rate": learning_rate,
+            "charts/SPS": args.batch_size / (time.time() - start_time),
+            "time/rollout": rollout_time,
+            "time/update": time.time() - start_time - rollout_time,
+        }
+        metrics |= batch_metrics(batch, args) | losses
+        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
+        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+            eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            metrics |= eval_metrics
+            run.log_samples(global_step, samples)
+            # v1: best
+            state["evals_without_improvement"] += 1
+            if metrics["eval/score"] > state["best_score"]:
+                state["best_score"] = metrics["eval/score"]
+                state["evals_without_improvement"] = 0
+                save_model(policy, tokenizer, run.dir / "best")
+        run.log(metrics)
+        # v1: kl
+        if args.ref_kl_target and metrics["rollout/nan_scores"] < args.batch_size:
+            kl = metrics["rollout/kl_per_response"]
+            state["kl_coef"] = adapt_kl_coef(
+                state["kl_coef"], kl, args.ref_kl_target, args.batch_size
+            )
+
+        status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
+        status += f" R:{metrics['charts/score']:.2f}"
+        progress.set_postfix_str(status, refresh=False)
+        progress.update()
+        if progress.disable:  # the output is not a terminal: print lines instead of a bar
+            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+
+        # v1: checkpoint, best
+        state["iteration"] = iteration
+        state["stop_early"] = state["evals_without_improvement"] == args.early_stopping_patience
+        is_last = state["stop_early"] or iteration == args.num_iterations
+        interrupted = any_rank(signals.received, device)
+        if is_last or interrupted or iteration % args.save_every == 0:
+            save_checkpoint(run, policy, optimizer, state)
+        if interrupted and not is_last:
+            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+            return metrics
+        if state["stop_early"]:
+            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
+            break
+
+    progress.close()
+    signals.release()  # v1: checkpoint
+    print_samples("after training", samples)
+    save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
+    panels = {
+        "mean score of a response": ["charts/score", "eval/score"],
+        "entropy (nats per token)": ["losses/entropy"],
+        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+        "explained variance of the returns": ["losses/explained_variance"],
+    }
+    run.finish(panels)
+    return metrics
+
+
+# --- task: prompts, answers, scores ---
+def final_answer(text: str) -> str:
+    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    if boxed:
+        return boxed[-1].strip()
+    return text.split("####")[-1].strip()
+
+
+def verify(response: str, answer: str) -> bool:
+    """Compare final answers: the last word that is a number if the answer is one, else the text."""
+    response = final_answer(response)
+    number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
+    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
+    if numbers and re.fullmatch(number, answer):
+        return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
+    return response == answer
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
+    pairs = []
+    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = row.get("prompt") or row.get("question") or row["problem"]
+            answer = row["answer"] if "answer" in row else row["solution"]
+        except (ValueError, KeyError, AttributeError):
+            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
+        pairs.append((str(prompt), final_answer(str(answer))))
+    return pairs
+
+
+def sort_pairs(min_digits: int, max_digits: int) -> list[tuple[str, str]]:
+    """20,000 lists of digits, such as ("3142=", "1234")."""
+    rng = random.Random(0)
+    sizes = rng.choices(range(min_digits, max_digits + 1), k=20_000)
+    lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
+    return [(digits + "=", "".join(sorted(digits))) for digits in lists]
+
+
+def shuffled_passes(pairs: list, num_pairs: int, seed: int) -> list:
+    """Concatenate reshuffled copies of the data until there are num_pairs."""
+    order = []
+    while len(order) < num_pairs:
+        order += random.Random(f"{seed}/{len(order)}").sample(pairs, len(pairs))
+    return order[:num_pairs]
+
+
+def make_task(args):
+    """-> (prompt, answer) pairs for training, pairs for evaluation, scorer"""
+    kind, _, path = args.task.partition(":")
+    if kind == "sort":
+        pairs = sort_pairs(args.min_digits, args.max_digits)
+        is_right = lambda response, answer: response == answer
+    else:
+        pairs = read_pairs(path)
+        is_right = verify
+
+    def scorer(prompts, responses, answers):
+        return [is_right(*pair) for pair in zip(responses, answers, strict=True)]
+
+    if args.reward_fn:
+        path, _, name = args.reward_fn.rpartition(":")
+        functions = runpy.run_path(path)
+        if name not in functions:
+            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
+        scorer = functions[name]
+
+    # The held-out prompts are the same for every seed. None of them is trained on.
+    answers = dict(pairs)  # prompts may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
+    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
+    train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
+    if not train_pairs:
+        sys.exit(f"--task {args.task}: at least two different prompts are needed")
+    return train_pairs, list(eval_pairs.items()), scorer
+
+
+# v1: memory
+def drop_long_prompts(pairs, tokenizer, args):
+    if args.max_prompt_length is None:
+        return pairs
+    encoded = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
+    short_pairs = []
+    for pair, ids in zip(pairs, encoded, strict=True):
+        if len(ids) <= args.max_prompt_length:
+            short_pairs.append(pair)
+    print(f"left out {len(pairs) - len(short_pairs)} prompts longer than --max-prompt-length")
+    if not short_pairs:
+        sys.exit(f"--max-prompt-length {args.max_prompt_length}: every prompt is longer")
+    return short_pairs
+
+
+# --- model: load one, or make the tiny one ---
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # without check_available the answer is that of the build, on a machine without a GPU, too
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def make_tiny_tokenizer():
+    """One token per printable ASCII character."""
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_tiny_lm(tokenizer):
+    """A Llama with 0.1 million parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
 def warm_start(lm, pairs, tokenizer, args):
-    """Supervised steps on scrambled answers: right in form, and right in content by chance only."""
+    """Teach the tiny model what an answer looks like: the right digits in a random order."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
+        texts = []
+        for prompt, answer in batch:
+            scrambled = "".join(rng.sample(answer, len(answer)))
+            texts.append(prompt + scrambled + tokenizer.eos_token)
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        mask, lengths = tokens.attention_mask, torch.tensor([[len(prompt)] for prompt, _ in batch])
-        is_answer = (mask == 1) & (mask.cumsum(1) > lengths)  # a token a letter
-        lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
+        labels = tokens.input_ids.masked_fill(tokens.attention_mask == 0, -100)  # -100: no loss
+        for i, (prompt, _) in enumerate(batch):
+            labels[i, : len(prompt)] = -100  # the tiny tokenizer has one token per character
+        lm(**tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def main(args: Args) -> dict[str, float]:
-    torch.set_num_threads(args.num_threads)
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    best = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(best if args.device == "auto" else args.device)
-    # v1: distributed
-    rank, world_size, device = init_distributed(device)
-    if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
-        sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
-    lm, tokenizer, eos_ids = load_lm(args)
-    reference = PolicyWithValue(lm, eos_ids, args.temperature)
-    check_sampler(reference, args.model_name)
-    train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
-    scorer = make_scorer(args, verifier, device)
+def load_lm(args):
+    """-> causal LM, tokenizer, ids of the tokens that end a response (E,)"""
     if args.model_name is None:
-        warm_start(lm, train_pairs, tokenizer, args)
-    reference = copy.deepcopy(reference).to(device).requires_grad_(False) if args.kl_coef else None
-    policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    # v1: memory: transformers' own checkpointing works in train() only, with dropout
-    for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
-        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    for model in filter(None, (policy, reference)) if args.bf16 else ():
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        model.forward, model.step = autocast(model.forward), autocast(model.step)
-    # v1: distributed
-    for parameter in policy.parameters() if world_size > 1 else ():
-        dist.broadcast(parameter.data, 0)
-    if args.fsdp:
-        shard(policy)
-    parameters, lr = list(policy.parameters()), args.learning_rate
-    optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
-    # v1: schedule: its function alone, of the iteration; nothing to save
-    steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
-    kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
-    schedule = transformers.get_scheduler(kind, optimizer, **steps).lr_lambdas[0]
-    stream = []  # every prompt once per pass, each pass in an order of its own
-    while len(stream) < args.num_iterations * args.batch_size:
-        stream += random.Random(f"{args.seed}/{len(stream)}").sample(train_pairs, len(train_pairs))
+        tokenizer = make_tiny_tokenizer()
+        lm = make_tiny_lm(tokenizer)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks follow from lengths, not from pad ids
 
-    num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
-    num_rows //= args.gradient_accumulation_steps * world_size  # v1: accumulate, distributed
-    iteration = global_step = skipped_steps = 0
-    # v1: checkpoint
-    kl_coef, best_score, stale_evals, rows = args.kl_coef, -math.inf, 0, []
-    path = Path(args.run_dir or "") / "checkpoint.pt"
-    if args.resume and path.exists():
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        changed = {k: v for k, v in asdict(args).items() if k != "resume" and saved["args"].get(k) != v}
-        print(f"resuming {path}; options that changed: {changed or 'none'}")
-        states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
-        dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        iteration, skipped_steps, best_score, stale_evals, kl_coef = saved["counters"]
-        kl_coef = kl_coef if args.adaptive_kl else args.kl_coef
-        global_step, rows = iteration * args.batch_size, saved["rows"]
-        metrics = {name: x for name, x in rows[-1].items() if x is not None}
-    stop = catch_signals()
-    run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
-    if iteration == 0:
-        metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
-        run.log({"global_step": 0, **metrics})
-        best_score = metrics["eval/score"]  # v1: best
-    patience = args.early_stopping_patience or math.inf  # v1: best
-    while iteration < args.num_iterations and stale_evals < patience:
-        iteration += 1
-        start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
-        lr = args.learning_rate * schedule(iteration - 1)  # v1: schedule
-        optimizer.param_groups[0]["lr"] = lr
+    eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+    return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
-        # 1 collect
-        pairs = stream[global_step : global_step + args.batch_size]
-        uniforms = torch.rand(args.batch_size, args.max_response_length)  # of all rows and tokens
-        pairs, uniforms = pairs[rank::world_size], uniforms[rank::world_size]  # v1: distributed
-        batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms.to(device))
-        global_step += args.batch_size
-        # v1: nan
-        good = batch["scores"].isfinite()
-        batch["response_mask"] = batch["response_mask"] * good[:, None]
-        batch["scores"] = batch["scores"].where(good, 0.0)
-        batch["ref_logprobs"] = batch["logprobs"]
-        if reference is not None:
-            batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
-        batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
-        # 2 advantages
-        mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
-        rewards = token_rewards(batch["scores"], *past, mask, kl_coef)  # v1: kl
-        advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
-        batch["returns"] = advantages + batch["values"]
-        batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
-        rollout_time = time.time() - start_time
+# v1: memory
+def transformer_layers(model):
+    """The longest list of modules in a model."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
-        # 3 update
-        updates = []  # LOSSES and gradient norm of each
-        for epoch in range(args.update_epochs):
-            minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
-            for mb_inds in minibatches:
-                optimizer.zero_grad()
-                num_tokens = batch["response_mask"][mb_inds].sum()
-                # v1: accumulate, distributed
-                stats = 0
-                for inds in mb_inds[rank::world_size].tensor_split(args.gradient_accumulation_steps):
-                    mb = {name: x[inds] for name, x in batch.items()}
-                    loss, micro_stats = ppo_loss(policy, mb, num_tokens, args)
-                    loss.backward()
-                    stats = stats + micro_stats
-                sum_gradients(policy, world_size)
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm  # v1: distributed
-                stats = torch.cat([total(stats), grad_norm[None]])
-                if not stats.isfinite().all():  # a NaN must not reach the weights
-                    skipped_steps += 1
-                    continue
-                optimizer.step()
-                updates.append(stats)
-            # v1: kl
-            if args.target_kl and updates and updates[-1][3] > 1.5 * args.target_kl:
-                break
-        if not updates:
-            sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
-        # 4 log
-        means = torch.stack(updates).mean(0).tolist()
-        metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
-        metrics |= {
-            "global_step": global_step,
-            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask),
-            "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
-            "losses/skipped_steps": skipped_steps,
-            "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
-            "charts/score": batch["scores"].mean().item(),
-            "charts/response_length": mask.sum(1).mean().item(),
-            "charts/truncated_frac": 1 - batch["ended"].mean().item(),
-            "charts/learning_rate": lr,
-            "charts/SPS": args.batch_size / (time.time() - start_time),
-            "time/rollout": rollout_time,
-            "time/update": time.time() - start_time - rollout_time,
-        }
+# v1: memory
+def checkpoint_layers(policy):
+    """transformers' own gradient checkpointing works in train() mode only, with dropout."""
+    for layer in transformer_layers(policy.lm):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-        # v1: kl, nan
-        kl = ((past[0] - past[1]) * mask).sum(1).mean().item()  # nats per answer
-        metrics |= {"kl_divergence": kl, "losses/kl_coef": kl_coef, "learning_rate": lr}
-        metrics["total_loss"] = means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]
-        metrics["rollout/nan_rewards"] = (mask.sum(1) == 0).sum().item()
-        if args.adaptive_kl:
-            kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, args.batch_size)
 
-        # 5 evaluate
-        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics["eval/score"] = evaluate(policy, eval_pairs, tokenizer, scorer, args)
-            # v1: best
-            better = metrics["eval/score"] > best_score + args.early_stopping_threshold
-            stale_evals = 0 if better else stale_evals + 1
-            if metrics["eval/score"] > best_score:
-                best_score = metrics["eval/score"]
-                save_model(policy, tokenizer, run.dir / "best")
-        run.log(metrics)
-        line = f"PL:{means[0]:.2f} VL:{means[1]:.2f} R:{metrics['charts/score']:.2f}"
-        run.status(line, iteration)
-        # v1: checkpoint
-        stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
-        ended = iteration == args.num_iterations or stale_evals >= patience
-        if ended or stopping or iteration % args.save_every == 0:
-            model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args), rows=run.rows)
-            state["counters"] = iteration, skipped_steps, best_score, stale_evals, kl_coef
-            if rank == 0:  # whole or not at all: a kill at any moment leaves the previous one good
-                torch.save(state, run.dir / "checkpoint.pt.tmp")
-                os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
-        if stopping and not ended:
-            print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
-            return metrics
+# --- run folder ---
+def print_samples(title: str, samples: list[dict]):
+    print(title)
+    for sample in samples[:3]:
+        print(f"  {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']}")
 
-    if stale_evals >= patience:  # v1: best
-        print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
-    save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
-    panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]
-    panels["what the critic predicts"] = ["losses/explained_variance"]
-    run.close("answers generated", panels)
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
-    return metrics
+
+class Run:
+    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
+
+    def __init__(self, args):
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        self.dir = Path(args.run_dir or f"runs/{name}")
+        self.rows = []
+        self.start_time = time.time()
+        self.wandb = None
+        if rank() > 0:  # v1: distributed: one process writes
+            return
+        self.dir.mkdir(parents=True, exist_ok=args.resume)
+
+        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        if args.track:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=args.wandb_project_name,
+                id=self.dir.name,
+                dir=self.dir,
+                config=config,
+                resume="allow",  # v1: checkpoint
+            )
+
+    def log(self, metrics: dict):
+        row = metrics | {"time": round(time.time() - self.start_time, 3)}
+        row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
+        self.rows.append(row)
+        if rank() > 0:  # v1: distributed
+            return
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log(row, step=row["global_step"])
+
+    def log_samples(self, global_step: int, samples: list[dict]):
+        if rank() > 0:  # v1: distributed
+            return
+        rows = [{"global_step": global_step} | sample for sample in samples]
+        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.wandb:
+            import wandb
+
+            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            self.wandb.log({"samples": table}, step=global_step)
+
+    def finish(self, panels: dict[str, list[str]]):
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        if rank() > 0:  # v1: distributed
+            return
+        (self.dir / "summary.json").write_text(
+            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
+        )
+        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(
+                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
+            )
+            for color, name in zip(("C0", "C1"), names, strict=False):
+                rows = [row for row in self.rows if row.get(name) is not None]
+                steps = [row["global_step"] for row in rows]
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
+        if self.wandb:
+            self.wandb.finish()
+
+        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
+        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        print(f"curves.png and samples.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
+
+
+# --- command line ---
+# v1: checkpoint
+@dataclass
+class ResumeArgs:
+    run_dir: str | None = None
+    resume: bool = False
+
+
+def parse_args() -> Args:
+    """With --resume the options of the run are the defaults; what is typed changes them."""
+    typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
+    path = Path(typed.run_dir or "") / "args.json"
+    if not typed.resume or not path.exists():
+        return tyro.cli(Args, description=__doc__)
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
+    args = tyro.cli(Args, description=__doc__, default=Args(**options))
+    for name, value in options.items():
+        if name != "resume" and getattr(args, name) != value:
+            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    return args
+
+
+# --- checkpoints ---
+# v1: checkpoint
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+
+
+def save_checkpoint(run, policy, optimizer, state: dict):
+    """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
+    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+    if rank() == 0:
+        torch.save(saved, run.dir / "checkpoint.pt.tmp")
+        os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
+
+
+def load_checkpoint(run, policy, optimizer) -> dict:
+    """Restore weights, optimizer and logged rows.  -> state of the loop"""
+    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    dcp.set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=saved["policy"],
+        optim_state_dict=saved["optimizer"],
+        options=WHOLE,
+    )
+    run.rows = saved["rows"]
+    run.start_time -= run.rows[-1]["time"]
+    if rank() == 0:
+        lines = [json.dumps(row) + "\n" for row in run.rows]
+        (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
+    print(f"resuming after iteration {saved['state']['iteration']}")
+    return saved["state"]
+
+
+def drop_lines_after(global_step: int, path: Path):
+    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
+    if rank() == 0 and path.exists():
+        kept = []
+        for line in open(path, encoding="utf-8"):
+            is_whole = line.endswith("\n")  # a kill may have left half a line
+            if is_whole and json.loads(line)["global_step"] <= global_step:
+                kept.append(line)
+        path.write_text("".join(kept), encoding="utf-8")
+
+
+def save_model(policy, tokenizer, folder: Path):
+    """An ordinary Hugging Face folder."""
+    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    if rank() == 0:
+        lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        tokenizer.save_pretrained(folder)
+
+
+class Signals:
+    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
+
+    def __init__(self):
+        self.received = False
+        self.previous_handlers = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python handles signals in the main thread only
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
+
+    def handle(self, number, frame):
+        self.received = True
+        self.release()
+
+    def release(self):
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
+
+
+# --- distributed ---
+# v1: distributed
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def init_distributed(device):
+    """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
+    if "WORLD_SIZE" not in os.environ:
+        return device
+    if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"torchrun: {torch.cuda.device_count()} GPUs, fewer than processes")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")  # torch.distributed has no backend for others
+    dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # one process prints
+    return device
+
+
+def broadcast_weights(policy):
+    """Start all ranks from the weights of rank 0."""
+    if world_size() > 1:
+        for parameter in policy.parameters():
+            dist.broadcast(parameter.data, 0)
+
+
+def shard(policy, device):
+    """FSDP2. Weights stay whole until the backward pass: sampling needs no communication."""
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for layer in transformer_layers(policy.lm):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):  # add gradients up, like sum_gradients
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def sum_gradients(policy):
+    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP has done it."""
+    if world_size() > 1 and not isinstance(policy, FSDPModule):
+        for parameter in policy.parameters():
+            dist.all_reduce(parameter.grad)
+
+
+def sum_over_ranks(tensors):
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+def any_rank(flag: bool, device) -> bool:
+    """Whether the flag is set on some rank."""
+    count = torch.tensor(float(flag), device=device)
+    sum_over_ranks([count])
+    return count.item() > 0
+
+
+def gather_rows(batch: dict, args) -> dict:
+    """The rows of all ranks on every rank, in the order of a single process."""
+    if world_size() == 1:
+        return batch
+    gathered = {}
+    for name, tensor in batch.items():
+        if tensor.dim() == 2 and "prompt" not in name:  # responses: to one width
+            tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
+        parts = [torch.empty_like(tensor) for _ in range(world_size())]
+        dist.all_gather(parts, tensor.contiguous())
+        gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # rank 0 had rows 0, 2, 4, ...
+    width = gathered["response_mask"].sum(1).max()
+    for name, tensor in gathered.items():
+        if tensor.dim() == 2 and "prompt" not in name:
+            gathered[name] = tensor[:, :width]
+    return gathered
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
-    if dist.is_initialized():  # v1: distributed: threads of gloo may abort an interpreter as it ends
-        sys.stdout.flush()
-        os._exit(0)
+    main(parse_args())
+    if dist.is_initialized():
+        dist.destroy_process_group()

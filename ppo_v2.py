@@ -1,24 +1,31 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib", "wandb"]
+# requires-python = ">=3.11,<3.15"
+# dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib",
+#     "wandb"]
 # ///
-"""ppo_v2.py - PPO for language models (arXiv:1707.06347v2) with experience replay.
+r"""PPO for language models with experience replay (arXiv:1707.06347v2).
 
-Differs from ppo_v1.py (each item is a marker in the code):
+    for each iteration:
+        sample and score, with the current policy or that of K iterations ago -> rollout_with_lag
+        draw past rollouts; compute their log-probs and advantages anew       -> draw_batch
+        update on fresh and drawn rollouts; correct tokens that an older
+            policy sampled                                                    -> stale_policy_loss
+        put the fresh rollouts into the buffer                                -> ReplayBuffer.add
+
+What is added to ppo_v1.py, each with its marker in the code:
     v2: lag         - sample with the policy of K iterations ago, as an asynchronous trainer does
-    v2: buffer      - past rollouts come back into later updates: which, how often, until when
-    v2: correction  - six answers to a token that an older policy sampled, side by side
-    v2: imitation   - what went better than expected is repeated (arXiv:1806.05249)
-    v2: log         - rollouts go to a file, from which another run can begin
-    v2: status      - BUF and EFF, what the buffer holds, how stale it is
-Names: mu sampled a rollout, pi_prox is the policy before this update, pi_theta the one it trains.
-Without a lag and without --use-replay-buffer this is ppo_v1.py, bit for bit.
-Shapes: B sequences, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+    v2: buffer      - past rollouts take part in later updates: which, how often, for how long
+    v2: correction  - six off-policy corrections for tokens that an older policy sampled
+    v2: log         - write rollouts to a file; start another run from it
+Without a lag and without --use-replay-buffer this is ppo_v1.py, bit for bit. The markers of ppo_v1.py
+(v1: checkpoint, schedule, accumulate, memory, best, kl, clip, nan, distributed) stand where they were.
 
-    python ppo_v2.py --use-replay-buffer                            # sort digits, CPU, 20 seconds
-    python ppo_v2.py --use-replay-buffer --min-digits 7 --max-digits 7 \\
-        --num-iterations 100 --replay-sample-size 128               # one answer in 1000 is right
-    python ppo_v2.py --rollout-lag 8 --learning-rate 2e-4 --num-iterations 80    # nothing is fresh
+Names: mu sampled a rollout, prox is the policy before this update, pi the one that is trained.
+Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+The algorithm comes first and ends with `main`; loading data and models and logging stand below it.
+
+    python ppo_v2.py --use-replay-buffer                                # sort digits, 20 seconds
+    python ppo_v2.py --rollout-lag 8 --learning-rate 2e-4 --num-iterations 80
 """
 
 import copy
@@ -28,1110 +35,1642 @@ import os
 import random
 import re
 import runpy
-import shutil
 import signal
 import sys
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 # --- args ---
-# v2: correction
-RULES = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
+# v2: buffer
+REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
+    new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
+    priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
+    replay_grow_iteration replay_advantages""".split()
 
 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
-    num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
-    run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
-    eval_every: int = 5  # iterations between greedy evaluations on held-out prompts
-    eval_size: int = 256  # held-out prompts, at most
-    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
-    wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
+    seed: int = 1  # seeds weights, data order and sampling; held-out prompts are always the same
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
+    num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    eval_every: int = 5  # iterations between evaluations
+    eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
+    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "stale-experience"  # project name in wandb
     # v1: checkpoint, distributed
-    resume: bool = False  # go on with run_dir, or start it if there is nothing yet
-    save_every: int = 10  # iterations between checkpoints; the last is saved anyway
-    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun
+    resume: bool = False  # continue the run in run_dir with its options, or start it
+    save_every: int = 10  # iterations between checkpoints
+    fsdp: bool = False  # shard weights, gradients and optimizer over the ranks of torchrun
     # task
-    task: str = "sort"  # sort, rg:NAME (reasoning-gym) or jsonl:PATH (prompt and answer, ..)
-    min_digits: int = 3  # sort: shortest list
-    max_digits: int = 4  # sort: longest list
-    reward_fn: str | None = None  # file.py:name of (prompts, responses, answers) -> list of floats
-    reward_model_name: str | None = None  # a sequence-classification model instead of the verifier
-    missing_eos_penalty: float = 0.0  # taken from the score of an answer that is cut off
+    task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
+    min_digits: int = 3  # sort: length of the shortest list
+    max_digits: int = 4  # sort: length of the longest list
+    reward_fn: str | None = None  # file.py:function(prompts, responses, answers) -> list of floats
     # model
-    model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
-    chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
-    separate_critic: bool = False  # give the value head a trunk of its own, not the policy's
-    sft_steps: int = 300  # tiny model: supervised steps on scrambled answers, for the format only
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    chat_template: bool = False  # format each prompt as a user message
+    sft_steps: int = 300  # tiny model only: supervised steps that teach the format of an answer
     # rollout
-    batch_size: int = 128  # answers sampled per iteration
-    max_prompt_length: int = 512  # tokens; longer prompts are left out, with a note
-    max_response_length: int = 8  # tokens, EOS included; an answer without EOS by then is cut off
-    temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
+    batch_size: int = 128  # responses per iteration
+    max_response_length: int = 8  # tokens, including EOS
+    max_prompt_length: int | None = None  # v1: memory: leave longer prompts out (None: keep all)
+    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
-    num_iterations: int = 40  # rollout + update rounds
-    learning_rate: float = 5e-4  # the highest; by default it falls linearly to 0
-    update_epochs: int = 2  # passes over the rollouts of an iteration
+    num_iterations: int = 40  # rounds of sampling and updating
+    learning_rate: float = 5e-4  # highest learning rate
+    update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the gradient's global norm here
+    max_grad_norm: float = 1.0  # clip the norm of the gradient
     # v1: schedule, accumulate, memory, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
-    warmup_steps: int = 0  # iterations in which the rate rises linearly from 0
-    gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
-    bf16: bool = False  # bfloat16 autocast (weights, log-probs and losses stay float32)
-    gradient_checkpointing: bool = False  # keep one activation per layer, compute the rest again
-    early_stopping_patience: int = 0  # end after so many evaluations with no better one (0: off)
-    early_stopping_threshold: float = 0.001  # what counts as better
+    warmup_steps: int = 0  # iterations in which the learning rate rises linearly
+    gradient_accumulation_steps: int = 1  # micro-batches per minibatch
+    bf16: bool = False  # bfloat16 autocast; weights, log-probs and losses stay float32
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    early_stopping_patience: int | None = None  # stop after so many evaluations without improvement
     # PPO
     gamma: float = 1.0  # discount per token
-    gae_lambda: float = 0.95  # 0: one-step TD advantage, 1: Monte Carlo
-    norm_adv: bool = False  # whiten advantages: makes a batch without a success as loud as one with
-    clip_coef: float = 0.2  # the policy ratio is clipped to 1 - this .. 1 + this
-    vf_clip_coef: float = 0.2  # a value may leave its old prediction by this much
+    gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
+    norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
+    clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
+    vf_clip_coef: float = 0.2  # clip range of value updates
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
-    kl_coef: float = 0.01  # penalty in the reward per nat of log pi - log pi_ref (0: no reference)
+    kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    adaptive_kl: bool = False  # move kl_coef so that the KL per answer comes near kl_target
-    kl_target: float = 6.0  # nats per answer
-    kl_horizon: int = 10_000  # answers over which kl_coef may change by about 20 %
-    target_kl: float | None = None  # end an update's epochs once approx_kl is over 1.5 times this
-    clip_coef_high: float | None = None  # upper side of the policy clip (None: clip_coef)
+    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
+    target_kl: float | None = None  # end the epochs of an update once approx_kl exceeds 1.5 x this
+    clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
     # replay; v2: lag, correction, log
-    log_rollouts: bool = False  # write every answer to rollouts.jsonl in the run folder
-    rollout_lag: int = 0  # iterations between the policy that samples and the one that learns
-    use_replay_buffer: bool = False  # mix rollouts into later updates, too (off: ppo_v1.py)
-    correction: RULES = "auto"  # of stale tokens (auto: dppo with a lag, else decoupled)
-    correction_limit: float | None = None  # of the rule (None: 2, 4, .2, .04 from decoupled on)
+    rollout_lag: int = 0  # iterations between the policy that samples and the one that is trained
+    correction: Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"] = (
+        "auto"  # of stale tokens (auto: dppo with a lag, else decoupled)
+    )
+    correction_limit: float | None = None  # limit of the correction (None: its own default)
+    log_rollouts: bool = False  # write every response to rollouts.jsonl
     # v2: buffer
-    replay_buffer_size: int = 6_400  # rollouts kept; the oldest go first
-    min_replay_size: int = 100  # live rollouts needed before anything is drawn
+    use_replay_buffer: bool = False  # train on past rollouts, too
+    replay_from: str | None = None  # rollouts.jsonl of another run, in the buffer from the start
+    replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
+    min_replay_size: int = 100  # rollouts needed before anything is drawn
     replay_sample_size: int = 64  # rollouts drawn per update
-    use_priority_sampling: bool = True  # draw by mean gain (with all: |advantage|); off: by age
-    priority_alpha: float = 1.0  # 0: uniform, 1: in proportion to the priority
+    new_samples_ratio: float | None = None  # share of fresh rollouts instead of replay_sample_size
+    use_priority_sampling: bool = True  # draw in proportion to the advantage; else uniformly
+    priority_alpha: float = 1.0  # exponent of the priority (0: uniform)
     priority_beta: float = 0.0  # how much of the sampling bias the weights undo, 0 to 1
-    priority_beta_increment: float = 0.0  # added to priority_beta after each draw, up to 1
+    priority_beta_increment: float = 0.0  # added to priority_beta after each draw
     priority_age_tau: float | None = 50.0  # iterations in which the odds fall to 1/e (None: never)
-    max_replay_reuse: int = 32  # iterations that may draw a rollout; its fresh use does not count
-    adaptive_reuse: bool = False  # a third of that while the last update's KL is over 0.01
-    staleness_threshold: int = 100  # age, in iterations, beyond which a rollout is dropped
-    replay_start_size: int | None = None  # size before replay_grow_iteration (None: the full)
+    max_replay_reuse: int = 32  # updates in which a rollout may be drawn, besides its fresh use
+    adaptive_reuse: bool = False  # max_replay_reuse / 3 while the last update's KL is 0.01 or more
+    staleness_threshold: int = 100  # iterations after which a rollout is dropped
+    replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
-    new_samples_ratio: float | None = None  # fresh share of an update (None: as above)
-    replay_advantages: Literal["positive", "all"] = "positive"  # gains, for the policy alone
-    replay_from: str | None = None  # rollouts.jsonl of another run: in the buffer from the start
+    replay_advantages: Literal["positive", "all"] = "positive"  # train on gains only, or on all
 
-    def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        one = ["gamma", "gae_lambda"]  # from 0 to this
-        zero = [*one, "seed", "sft_steps", "missing_eos_penalty", "vf_coef", "ent_coef", "kl_coef"]
-        zero += "warmup_steps early_stopping_patience early_stopping_threshold".split()  # v1
-        zero += "rollout_lag priority_alpha priority_beta priority_beta_increment".split()  # v2
-        one += ["priority_beta", "new_samples_ratio"]
-        for name, value in vars(self).items():
-            least, most = 0 if name in zero else 1e-9, 1 if name in one else sys.maxsize
-            if type(value) in (int, float) and not least <= value <= most:
-                raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
+    def __post_init__(self):
+        """Check the options. tyro prints a ValueError from here as a command-line error."""
+        for name in (
+            "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
+            "max_response_length", "num_iterations", "learning_rate", "update_epochs",
+            "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
+            # v1: the options that it adds
+            "save_every", "max_prompt_length", "gradient_accumulation_steps",
+            "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not value > 0:  # NaN, too
+                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+        for name in ("sft_steps", "gamma", "gae_lambda", "vf_coef", "kl_coef"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
         kind, _, path = self.task.partition(":")
-        known = kind in ("sort", "rg") or (kind == "jsonl" and Path(path).is_file())
-        parts = self.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", 1))  # v2
-        for wrong, message in (
-            (not known, f"--task {self.task}: must be sort, rg:NAME or jsonl: and a file"),
-            (self.reward_fn and self.reward_model_name, "--reward-fn or --reward-model-name, not both"),
-            (self.min_digits > self.max_digits, "--max-digits must be at least --min-digits"),
-            (self.batch_size % self.num_minibatches, "--num-minibatches must divide --batch-size"),
-            # v1: checkpoint, kl
-            (self.resume and not self.run_dir, "--resume needs --run-dir"),
-            (self.adaptive_kl and not self.kl_coef, "--adaptive-kl needs a --kl-coef to start from"),
-            # v2: lag, correction
-            (self.rollout_lag and self.fsdp, "--rollout-lag keeps whole weights: no --fsdp"),
-            (self.correction == "m2po" and parts > 1, "m2po looks at a whole minibatch, in one process"),
-        ):
-            if wrong:
-                raise ValueError(message)
-        # v2: correction, buffer
-        names = list(vars(self))
-        idle = names[names.index("replay_buffer_size" if self.rollout_lag else "correction") :]
-        for name in () if self.use_replay_buffer else idle:
-            if getattr(self, name) != getattr(Args, name):
-                raise ValueError(f"--{name} does nothing without --use-replay-buffer")
+        if kind not in ("sort", "jsonl"):
+            raise ValueError(f"--task {self.task}: must be sort or jsonl:PATH")
+        if kind == "jsonl" and not Path(path).is_file():
+            raise ValueError(f"--task {self.task}: there is no file {path}")
+        if kind == "sort" and not self.min_digits <= self.max_digits < self.max_response_length:
+            raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+        if self.reward_fn and not Path(self.reward_fn.rpartition(":")[0]).is_file():
+            raise ValueError(f"--reward-fn {self.reward_fn}: must be file.py:function")
+        if self.chat_template and not self.model_name:
+            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+        if self.batch_size % self.num_minibatches:
+            raise ValueError("--batch-size must be a multiple of --num-minibatches")
+        # v1: checkpoint, accumulate, kl, distributed
+        if self.resume and not self.run_dir:
+            raise ValueError("--resume needs --run-dir")
+        rows = self.batch_size // self.num_minibatches
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if rows % (self.gradient_accumulation_steps * num_ranks):
+            raise ValueError("a minibatch must divide into micro-batches x ranks")
+        if self.ref_kl_target and not self.kl_coef:
+            raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+        if self.fsdp and num_ranks == 1:
+            raise ValueError("--fsdp needs torchrun with two processes or more")
+        # v2: lag, correction, buffer
+        if self.rollout_lag and self.fsdp:
+            raise ValueError("--rollout-lag keeps whole copies of the weights: not with --fsdp")
+        if self.correction == "m2po" and self.gradient_accumulation_steps * num_ranks > 1:
+            raise ValueError("--correction m2po needs a whole minibatch at once, in one process")
+        if not 1 <= self.min_replay_size <= self.replay_buffer_size:
+            raise ValueError("--min-replay-size must be from 1 to --replay-buffer-size")
+        if self.new_samples_ratio is not None and not 0 < self.new_samples_ratio <= 1:
+            raise ValueError("--new-samples-ratio must be above 0 and at most 1")
+        if self.replay_from and not Path(self.replay_from).is_file():
+            raise ValueError(f"--replay-from: there is no file {self.replay_from}")
+        if self.replay_from and not Path(self.replay_from).stat().st_size:
+            raise ValueError(f"--replay-from: {self.replay_from} is empty")
+        if self.correction != "auto" and not (self.use_replay_buffer or self.rollout_lag):
+            raise ValueError("--correction does nothing without a lag or a replay buffer")
+        num_parts = self.num_minibatches * self.gradient_accumulation_steps * num_ranks
+        if self.use_replay_buffer and self.draws_per_update() < num_parts:
+            raise ValueError("fewer rollouts are drawn than there are micro-batches x ranks")
+        if self.rollout_lag and (self.clip_coef_high or self.dual_clip):
+            raise ValueError("--clip-coef-high and --dual-clip act on fresh tokens: not with a lag")
+        clips = self.stale_correction() in ("none", "behaviour", "decoupled")
+        if self.rollout_lag and not clips and self.clip_coef != Args.clip_coef:
+            raise ValueError(f"--clip-coef does nothing with a lag and {self.stale_correction()}")
+        for name in REPLAY_OPTIONS:
+            if not self.use_replay_buffer and getattr(self, name) != getattr(Args, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} does nothing without --use-replay-buffer")
+
+    # v2: correction
+    def stale_correction(self) -> str:
         if self.correction == "auto":
-            self.correction = "dppo" if self.rollout_lag else "decoupled"
-        if ratio := self.new_samples_ratio:
-            self.replay_sample_size = round(self.batch_size * (1 - ratio) / ratio)
+            return "dppo" if self.rollout_lag else "decoupled"
+        return self.correction
 
-
-# --- task ---
-def final_answer(text: str) -> str:
-    """What stands in the last box (MATH), behind #### (GSM8K), or all of it."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # may hold \frac{1}{2}
-    return (boxed[-1] if boxed else text.split("####")[-1]).strip()
-
-
-def verify(prompt, response, answer) -> bool:
-    """Is the final answer right as a text, or its last number as a number?"""
-    response, number = final_answer(response), r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    numbers = re.findall(number, response)
-    if numbers and re.fullmatch(number, answer):
-        response, answer = (float(x.replace(",", "")) for x in (numbers[-1], answer))
-    return response == answer
-
-
-def read_jsonl(path: str, convert, expected: str) -> list:
-    """What `convert` makes of each line that is not blank. One it cannot use ends the run."""
-    rows = []
-    for number, line in enumerate(open(path, "rb"), 1):
-        try:
-            rows += [convert(json.loads(line))] if line.strip() else []
-        except Exception:
-            sys.exit(f"{path}: line {number} must be JSON with {expected}")
-    return rows
-
-
-def to_pair(row: dict) -> tuple[str, str]:
-    prompt = [row[name] for name in ("prompt", "question", "problem") if name in row][0]
-    answer = [row[name] for name in ("answer", "solution") if name in row][0]
-    assert isinstance(prompt, str) and isinstance(answer, str | int | float)
-    return prompt, final_answer(str(answer))
-
-
-def make_task(args, tokenizer):
-    """-> (prompt, answer) pairs to train on, held-out ones (the same for every seed), verifier"""
-    kind, _, source = args.task.partition(":")
-    if kind == "sort":
-        rng = random.Random(0)
-        sizes = rng.choices(range(args.min_digits, args.max_digits + 1), k=20_000)
-        lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
-        pairs = [(digits + "=", "".join(sorted(digits))) for digits in lists]
-        verifier = lambda prompt, response, answer: response == answer  # a leading 0 counts
-    elif kind == "jsonl":
-        pairs, verifier = read_jsonl(source, to_pair, "a prompt and an answer"), verify
-    else:
-        import reasoning_gym
-
-        dataset = reasoning_gym.create_dataset(source, size=5_000, seed=0)
-        entries = {entry["question"]: entry for entry in dataset}
-        pairs = [(question, str(entry["answer"])) for question, entry in entries.items()]
-        verifier = lambda prompt, said, _: dataset.score_answer(said.strip(), entries[prompt])
-    rows = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    fits = [p for p, row in zip(pairs, rows, strict=True) if len(row) <= args.max_prompt_length]
-    if len(fits) < len(pairs):
-        print(f"{len(pairs) - len(fits)} prompts are longer than --max-prompt-length: left out")
-    held_out = dict(random.Random(0).sample(fits, min(args.eval_size, math.ceil(len(fits) / 10))))
-    train = [pair for pair in fits if pair[0] not in held_out]
-    if not train:
-        sys.exit(f"--task {args.task}: fewer than two prompts within --max-prompt-length")
-    return train, list(held_out.items()), lambda *columns: list(map(verifier, *columns))
-
-
-def make_scorer(args, verifier, device):
-    """Where scores come from: reward function, reward model or verifier."""
-    if args.reward_fn:
-        path, _, name = args.reward_fn.rpartition(":")
-        return runpy.run_path(path)[name]
-    if not args.reward_model_name:
-        return verifier
-    options = dict(function_to_apply="none", add_special_tokens=not args.chat_template)
-    name = args.reward_model_name
-    judge = transformers.pipeline("text-classification", name, device=device, **options)
-    if judge.model.config.num_labels != 1:
-        sys.exit(f"--reward-model-name {name}: it has more than one label")
-
-    def judge_texts(prompts, responses, answers):
-        pairs = list(zip(prompts, responses, strict=True))
-        texts = [prompt + response for prompt, response in pairs]
-        if args.chat_template:
-            turns = [[dict(role="user", content=p), dict(role="assistant", content=r)] for p, r in pairs]
-            texts = judge.tokenizer.apply_chat_template(turns, tokenize=False)
-        return [row["score"] for row in judge(texts)]
-
-    return judge_texts
+    # v2: buffer
+    def draws_per_update(self) -> int:
+        if self.new_samples_ratio is None:
+            return self.replay_sample_size
+        return round(self.batch_size * (1 - self.new_samples_ratio) / self.new_samples_ratio)
 
 
 # --- networks ---
+# A batch is a dict of tensors:
+#     prompt_ids, prompt_mask       (B,P)
+#     response_ids, response_mask   (B,R)  the mask is 1 up to and including EOS
+#     logprobs, values              (B,R)  of the policy before the update
+#     ref_logprobs                  (B,R)  of the reference
+#     advantages, returns           (B,R)  added by add_advantages
+#     scores, ended                 (B,)   ended: 1 if there is an EOS
+#     mu_logprobs, mu_values        (B,R)  v2: lag: of the policy that sampled
+#     sample_weights, is_replayed   (B,1)  v2: buffer: 1 and 0 for fresh rollouts
+
+
 class PolicyWithValue(nn.Module):
-    """A causal LM and a value head, on the LM's own trunk or on a copy of it."""
+    """A causal language model with a value head on its last hidden layer."""
 
-    def __init__(self, lm, eos_ids, temperature: float, separate_critic=False):
+    def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
-        self.lm, self.temperature = lm, temperature
-        self.critic = copy.deepcopy(lm.base_model) if separate_critic else None
+        self.lm = lm
+        self.temperature = temperature
         self.value_head = nn.Linear(lm.get_output_embeddings().in_features, 1)
-        nn.init.zeros_(self.value_head.weight)  # the first advantages are then plain returns
+        nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
-        self.register_buffer("eos_ids", eos_ids)  # (E,) what ends an answer
-        self.eval()  # for good: dropout is noise in ratios
+        self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
+        self.eval()  # during training, too: dropout would be noise in the policy ratio
 
-    def predict(self, ids, mask, num_last: int, caches=(None, None)):
-        """At the last positions: logits of the next token and values.  -> (B,n,V), (B,n)"""
-        # mask (B,T) covers what the caches hold, too; ids (B,t) are the last of these tokens
-        inputs = dict(input_ids=ids, attention_mask=mask, use_cache=caches[0] is not None)
-        # only real tokens count, so that left padding does not shift a prompt
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        heads = dict(output_hidden_states=True, logits_to_keep=num_last)  # no logits of the prompt
-        output = self.lm(**inputs, **heads, past_key_values=caches[0])
-        hidden = output.hidden_states[-1]
-        if self.critic is not None:
-            hidden = self.critic(**inputs, past_key_values=caches[1]).last_hidden_state
-        values = self.value_head(hidden[:, -num_last:]).squeeze(-1).float()
-        return output.logits[:, -num_last:], values
+    def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
+        """Logits of the next token and values at the last positions.  -> (B,n,V), (B,n), cache
 
-    def forward(self, rows: dict):
-        """Log-prob, entropy of each response token, value of the state before it.  -> 3 x (B,R)"""
-        ids, mask = (torch.cat([rows[f"prompt_{x}"], rows[f"response_{x}"]], 1) for x in ("ids", "mask"))
-        # The last token is not fed: of the last R outputs, number t predicts response token t.
-        logits, values = self.predict(ids[:, :-1], mask[:, :-1], rows["response_ids"].shape[1])
-        outputs = (*token_logprobs(logits, rows["response_ids"], self.temperature), values)
-        return tuple(x.masked_fill(rows["response_mask"] == 0, 0.0) for x in outputs)
-
-    def step(self, ids, mask, caches):
-        """One token on, given the ids that are not in the caches yet.  (B,t) -> (B,V), (B,)"""
-        logits, values = self.predict(ids, mask, 1, caches)
-        return logits[:, 0].float() / self.temperature, values[:, 0]
+        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        """
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        output = self.lm(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=use_cache,
+            output_hidden_states=True,
+            logits_to_keep=num_last,
+        )
+        logits = output.logits[:, -num_last:].float() / self.temperature
+        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        return logits, values.float(), output.past_key_values
 
 
-def token_logprobs(logits, ids, temperature, max_logits=2**25):
-    """Log-prob of each id under softmax(logits / temperature), entropy.  (B,R,V) -> 2 x (B,R)"""
-    # v1: memory: float32 copies of a few rows at a time, made again in the backward pass
-    size = max(1, max_logits // logits[0].numel())
-    if len(ids) > size:
-        rest = (temperature, sys.maxsize)
-        pieces = zip(logits.split(size), ids.split(size), strict=True)
-        outputs = [checkpoint(token_logprobs, *x, *rest, use_reentrant=False) for x in pieces]
-        return tuple(map(torch.cat, zip(*outputs, strict=True)))
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
-
-
-def make_tiny_tokenizer():
-    """One token per printable ASCII character, so that one code path serves all models."""
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    ids = {token: i for i, token in enumerate([*special.values(), *map(chr, range(32, 127))])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def load_lm(args):
-    """-> causal LM, tokenizer, the ids that end an answer (E,)"""
-    if args.model_name is None:
-        tokenizer = make_tiny_tokenizer()
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4)
-        special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special))
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # the rest of it (top_k, ..) is not the policy
-    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not from ids
-    most = getattr(lm.config, "max_position_embeddings", None) or math.inf
-    if args.max_prompt_length + args.max_response_length > most:
-        sys.exit(f"--max-prompt-length + --max-response-length: the model ends at {most} tokens")
-    return lm, tokenizer, torch.tensor(sorted(eos_ids))
+def logprobs_and_values(policy, batch: dict):
+    """Log-prob and entropy of each response token, and the value before it.  -> 3 x (B,R)"""
+    ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], 1)
+    num_response_tokens = batch["response_ids"].shape[1]
+    # Position t predicts token t + 1, so the last token is not an input.
+    logits, values, _ = policy(ids[:, :-1], mask[:, :-1], num_response_tokens)
+    all_logprobs = logits.log_softmax(-1)  # (B,R,V)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    logprobs = all_logprobs.gather(-1, batch["response_ids"][..., None]).squeeze(-1)
+    is_token = batch["response_mask"] == 1
+    return logprobs.where(is_token, 0.0), entropy.where(is_token, 0.0), values.where(is_token, 0.0)
 
 
 @torch.no_grad()
-def check_sampler(policy, name: str):
-    """Cached steps must give what a forward pass gives, or a run would train on wrong samples."""
-    ids, mask = torch.tensor([[3, 4, 5], [5, 3, 4]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
-    whole, caches = policy.predict(ids, mask, 1)[0][1:, 0], (transformers.DynamicCache(), None)
-    try:  # a recurrent state is no cache of keys and values: Mamba, LFM2, Qwen3-Next
-        policy.predict(ids[:, :2], mask[:, :2], 1, caches)
-        caches[0].batch_select_indices(torch.tensor([1]))  # as rows are dropped that have ended
-        steps = policy.predict(ids[1:, 2:], mask[1:], 1, caches)[0][:, 0]
-        assert torch.allclose(steps, whole, rtol=1e-3, atol=1e-3 * whole.std().item())
-    except Exception:
-        sys.exit(f"--model-name {name}: its cached steps differ from its forward pass")
-
-
-# --- buffer ---
-# v2: buffer
-STORED = "prompt_ids prompt_mask response_ids response_mask scores ended advantages".split()
-STORED += ["mu_logprobs", "mu_values", "ref_logprobs"]
-
-
-class ReplayBuffer:
-    """Past rollouts, oldest first: padded rows on the CPU, and what it takes to choose."""
-
-    def __init__(self, args):
-        self.args, self.rows, self.size, self.num_drawn = args, {}, 0, 0
-        self.beta, self.last_kl = args.priority_beta, 0.0  # KL of the last update
-
-    def priorities(self, rows: dict):
-        """(mean gain, or mean |advantage|, of each answer + 1e-6) ** alpha.  -> (B,)"""
-        positive, mask = self.args.replay_advantages == "positive", rows["response_mask"]
-        size = rows["advantages"].clamp(min=0) if positive else rows["advantages"].abs()
-        mean = ((size * mask).sum(1) / mask.sum(1)).double().cpu()
-        return (mean + 1e-6) ** self.args.priority_alpha
-
-    def add(self, rows: dict, iteration: int):
-        """Then what will be too old or was drawn too often goes, and the oldest beyond capacity."""
-        args, valid = self.args, rows["response_mask"].any(1)  # a NaN reward has left no token
-        new = {name: rows[name][valid].cpu() for name in STORED}
-        ones = torch.ones(len(new["scores"]), dtype=int)
-        new |= dict(birth=iteration * ones, reuse=0 * ones, priority=self.priorities(new))
-        rows = join([self.rows, new]) if self.rows else new
-        small = args.replay_start_size and iteration < args.replay_grow_iteration
-        capacity = args.replay_start_size if small else args.replay_buffer_size
-        live = rows["birth"] + args.staleness_threshold > iteration  # in the iteration to come
-        live = (live & (rows["reuse"] < args.max_replay_reuse)).nonzero().flatten()[-capacity:]
-        self.rows, self.size = {name: x[live] for name, x in rows.items()}, len(live)
-
-    def draw(self, iteration: int) -> tuple[dict, torch.Tensor]:
-        """By their odds, with replacement: a lone success may fill a draw.  -> rows, weights (n,)"""
-        args, rows, most = self.args, self.rows, self.args.max_replay_reuse
-        if args.adaptive_reuse and self.last_kl >= 0.01:
-            most = max(1, most // 3)  # the policy moves fast: rollouts drawn often have to wait
-        if self.size < args.min_replay_size or rows["reuse"].min() >= most:
-            return {}, torch.zeros(0)
-        odds = rows["priority"] if args.use_priority_sampling else torch.ones_like(rows["priority"])
-        if args.priority_age_tau is not None:
-            ages = iteration - rows["birth"]
-            odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
-        odds, num_live = odds * (rows["reuse"] < most), int((rows["reuse"] < most).sum())
-        odds = odds / odds.sum()
-        chosen = odds.multinomial(min(args.replay_sample_size, num_live), replacement=True)
-        weights = (num_live * odds[chosen]) ** -self.beta  # section 3.4 of arXiv:1511.05952
-        self.beta = min(1.0, self.beta + args.priority_beta_increment)
-        self.chosen, distinct = chosen, chosen.unique()
-        rows["reuse"][distinct] += 1  # once, however often it fills the draw
-        self.num_drawn += len(distinct)
-        return {name: x[chosen] for name, x in rows.items()}, (weights / weights.max()).float()
-
-    def buffer_stats(self, iteration: int) -> dict[str, float]:
-        reuse, birth = self.rows["reuse"].double(), self.rows["birth"].double()
-        stats = dict(avg_reuse_count=reuse.mean(), max_reuse_count=reuse.max())
-        stats |= dict(avg_age=iteration - birth.mean(), oldest_sample=birth.min())  # when born
-        return dict(buffer_size=self.size) | {name: x.item() for name, x in stats.items()}
-
-
-# --- math ---
-# v1: distributed
-def total(x):
-    """Sum over the ranks of torchrun."""
-    x = x.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-# v1: kl
-def adapt_kl_coef(kl_coef, kl, kl_target, kl_horizon, num_answers):
-    """Proportional controller of section 2.2 of arXiv:1909.08593; `kl` in nats per answer."""
-    error = min(max(kl / kl_target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * num_answers / kl_horizon)
-
-
-# v2: status
-def staleness(name: str, rows: dict) -> dict[str, float]:
-    """How far pi_prox is from mu; what importance weights, cut at 2, would leave of the rows."""
-    mask = rows["response_mask"].float()
-    drift = (rows["logprobs"] - rows["mu_logprobs"]).clamp(-20, 20) * mask
-    cut = drift.exp().clamp(max=2)
-    weights = (cut * rows["weights"])[mask > 0]
-    metrics = dict(is_mean=masked_mean(cut, mask), is_cap_frac=masked_mean(cut == 2, mask))
-    metrics["kl_behaviour"] = masked_mean(k3_kl(torch.zeros_like(drift), drift), mask)  # of mu
-    metrics["value_drift"] = masked_mean((rows["values"] - rows["mu_values"]).abs(), mask)
-    metrics["ess"] = weights.sum() ** 2 / (len(weights) * (weights**2).sum())  # 1: all equal
-    return {f"{name}/{key}": x.item() for key, x in metrics.items()}
-
-
-def forecast(args, size: int) -> str:
-    """Answers that enter an update per answer generated, at most, and what limits it."""
-    most = size + args.batch_size * min(args.staleness_threshold, args.num_iterations - 1)
-    if args.min_replay_size > min(most, args.replay_buffer_size):
-        return "warning: nothing will be replayed: --min-replay-size is never reached"
-    drawn, reuse = args.replay_sample_size / args.batch_size, args.max_replay_reuse
-    limit = "--replay-sample-size" if drawn <= reuse else "--max-replay-reuse"
-    return f"replay: EFF will be at most {1 + min(drawn, reuse):.2f}x, limited by {limit}"
-
-
-def masked_mean(x, mask):
-    return (x * mask).sum() / mask.sum().clamp(min=1)
-
-
-def whiten(x, mask):
-    """Zero mean and unit variance over valid tokens, 0 elsewhere.  (B,R) -> (B,R)"""
-    centred = (x - masked_mean(x, mask)) * mask
-    return centred * (masked_mean(centred**2, mask) + 1e-8).rsqrt()
-
-
-def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """KL penalty on every token, score on the last valid one.  (B,), 3 x (B,R) -> (B,R)"""
-    # k1 = log pi - log pi_ref is for the reward: as a loss, its expected gradient is zero
-    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
-    last = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
-    return rewards.scatter_add(1, last, scores[:, None])
-
-
-def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
-    logratio = (ref_logprobs - logprobs).clamp(-20, 20)
-    return logratio.exp() - 1 - logratio
-
-
-def compute_gae(rewards, values, mask, gamma, gae_lambda):
-    """Generalized advantages, eq. 11 and 12 of arXiv:1707.06347v2.  3 x (B,R) -> (B,R)"""
-    assert rewards.shape == values.shape == mask.shape  # broadcasting hides bugs
-    advantages = torch.zeros_like(rewards)
-    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # after the last token
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
-        advantages[:, t], next_value = next_advantage, values[:, t] * mask[:, t]
-    return advantages
-
-
-def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip=None):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
-    plain = -advantages * ratio
-    loss = torch.max(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:  # v1: clip: a ratio that explodes where A < 0 is bounded, too
-        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
-    return loss, (loss != plain).float()
-
-
-def value_loss(new_values, values, returns, clip_coef):
-    """Half the squared error of the new value, or of one held near the old if worse.  -> (B,R)"""
-    assert new_values.shape == values.shape == returns.shape
-    held = values + (new_values - values).clamp(-clip_coef, clip_coef)
-    return 0.5 * torch.max((new_values - returns) ** 2, (held - returns) ** 2)
-
-
-def explained_variance(values, returns, mask):
-    """1: the critic predicts the returns; 0: no better than a constant.  3 x (B,R) -> float"""
-    residual, variance = ((x - masked_mean(x, mask)) ** 2 for x in (returns - values, returns))
-    return 1 - (masked_mean(residual, mask) / masked_mean(variance, mask).clamp(min=1e-8)).item()
-
-
-# v2: correction
-def stale_loss(new_logprobs, prox_logprobs, mu_logprobs, advantages, mask, correction, limit, clip):
-    """Policy loss of tokens that mu sampled, and where its rule binds.  -> 2 x (B,R)"""
-    limit = limit or dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04).get(correction)
-    if correction == "none":  # as if pi_prox had sampled
-        return policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
-    if correction == "behaviour":  # PPO as written: a stale token's room is spent already
-        return policy_loss(new_logprobs, mu_logprobs, advantages, *clip)
-    if correction == "decoupled":  # section 4 of arXiv:2110.00641: clip the step, weigh who sampled
-        weights = (prox_logprobs - mu_logprobs).clamp(-20, 20).exp().clamp(max=limit)
-        loss, bound = policy_loss(new_logprobs, prox_logprobs, advantages, *clip)
-        return weights * loss, bound
-    logratio = (new_logprobs - mu_logprobs).clamp(-20, 20)
-    ratio, square = logratio.exp(), logratio.detach() ** 2
-    if correction == "cispo":  # arXiv:2506.13585: no token is dropped, its weight is cut
-        weights = ratio.detach().clamp(max=1 + limit)
-        return -advantages * weights * new_logprobs, (ratio > 1 + limit).float()
-    if correction == "dppo":  # arXiv:2602.04879: no large step from mu in probability, not in ratio
-        step = (new_logprobs.exp() - mu_logprobs.exp()).detach()
-        dropped = step * advantages.sign() > limit
-    else:  # m2po, arXiv:2510.01161: without the largest steps from mu, until the mean square fits
-        away = (logratio * advantages > 0) & (mask > 0)
-        steps, order = (square * away).flatten().sort(descending=True)
-        left = (square * mask).sum() - steps.cumsum(0) + steps  # before each is dropped
-        mean = left / (mask.sum() - torch.arange(len(steps), device=mask.device)).clamp(min=1)
-        over = (mean > limit).long().cumprod(0).bool()
-        dropped = away & torch.empty_like(over).scatter(0, order, over).view_as(away)
-    return -advantages * ratio * ~dropped, dropped.float()
-
-
-LOSSES = "policy_loss value_loss entropy approx_kl clipfrac abs_logratio".split()
-LOSSES += ["replay_frac", "approx_kl_replay", "clipfrac_replay"]  # v2: status
-
-
-def ppo_loss(policy, mb, num_tokens, args):
-    """What these rows add to loss and LOSSES of a minibatch of `num_tokens`.  -> (), (n,)"""
-    mask = mb["response_mask"].float()
-    logprobs, entropy, values = policy(mb)
-    entropy = entropy if args.ent_coef else entropy.detach()  # its backward pass is not free
-    clip = (args.clip_coef, args.clip_coef_high or args.clip_coef, args.dual_clip)  # v1: clip
-    pg_loss, clipped = policy_loss(logprobs, mb["logprobs"], mb["advantages"], *clip)
-    v_loss = value_loss(values, mb["values"], mb["returns"], args.vf_clip_coef)
-    kl, moved = k3_kl(mb["logprobs"], logprobs.detach()), (logprobs.detach() - mb["logprobs"]).abs()
-    # a mean over all tokens: one per sequence would under-weight long answers (arXiv:2503.14476)
-    # v2: correction
-    stale = (mb["replayed"] > 0) | (args.rollout_lag > 0)  # (B,1)
-    rule = (mask * stale, args.correction, args.correction_limit, clip)
-    corrected = stale_loss(logprobs, mb["logprobs"], mb["mu_logprobs"], mb["advantages"], *rule)
-    pg_loss, clipped = (torch.where(stale, *x) for x in zip(corrected, (pg_loss, clipped), strict=True))
-    # v2: imitation: shown gains alone, the critic would expect them; it learns from fresh rows
-    old = mb["replayed"]
-    pg_loss, v_loss = pg_loss * mb["weights"], v_loss * mb["weights"]
-    v_loss = v_loss * (1 - old) if args.replay_advantages == "positive" else v_loss
-    terms = (pg_loss, v_loss, entropy, kl, clipped, moved * (1 - old), old, kl * old, clipped * old)
-    terms = [(x * mask).sum() / num_tokens for x in terms]
-    loss = terms[0] + args.vf_coef * terms[1] - args.ent_coef * terms[2]
-    return loss, torch.stack(terms).detach()
+def logprobs_and_values_in_parts(policy, batch: dict, args):
+    """The same without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    size = args.batch_size // args.num_minibatches
+    size = size // args.gradient_accumulation_steps  # v1: accumulate
+    parts = []
+    for start in range(0, len(batch["response_ids"]), size):
+        minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
+        parts.append(logprobs_and_values(policy, minibatch))
+    return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
 
 
 # --- rollout ---
 def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
     if chat_template:
-        turns = [[dict(role="user", content=prompt)] for prompt in prompts]
-        prompts = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        messages = [[dict(role="user", content=prompt)] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
     return tokenizer(prompts, add_special_tokens=not chat_template, **padding)
 
 
 def sample_token(logits, uniforms):
-    """Inverse-CDF draw: an answer does not depend on the rows beside it.  (B,V), (B,) -> (B,)"""
-    cdf = logits.softmax(-1).cumsum(-1)
-    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(-1)
-    return token.clamp(max=logits.shape[-1] - 1)
+    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+
+    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
+    which of them have ended.
+    """
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
 
 
 @torch.no_grad()
-def generate(policy, ids, mask, max_response_length, uniforms=None):
-    """Continue prompts (B,P): sample, or without uniforms (B,R) be greedy.  -> dict of (B,R)"""
-    # Log-probs and values are the sampler's own: no second pass. transformers' `generate` would apply
-    # a checkpoint's generation config: its samples are not the policy's.
-    shape, device = (len(ids), max_response_length), ids.device
-    kinds = dict(response_ids=int, response_mask=int, logprobs=torch.float32, values=torch.float32)
-    rows = {name: torch.zeros(shape, dtype=kind, device=device) for name, kind in kinds.items()}
-    alive = torch.arange(len(ids), device=device)  # rows that have not ended; others cost nothing
-    caches = transformers.DynamicCache(), transformers.DynamicCache()  # of policy, of its critic
+def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None) -> dict:
+    """Continue each prompt: sample with the given uniform numbers (B,R), or greedily without.
+
+    Not `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would change the
+    distribution that we sample from, and the log-probs stored here would be wrong.
+    """
+    device = prompt_ids.device
+    logprobs = torch.zeros(len(prompt_ids), max_response_length, device=device)
+    values = torch.zeros_like(logprobs)
+    response_ids = torch.zeros_like(logprobs, dtype=torch.long)
+    response_mask = torch.zeros_like(response_ids)
+    ids, mask, cache = prompt_ids, prompt_mask, None  # the model makes a cache of its own kind
+    rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
     for t in range(max_response_length):
-        logits, values = policy.step(ids, mask, caches)  # (A,V), (A,)
-        token = logits.argmax(-1) if uniforms is None else sample_token(logits, uniforms[alive, t])
-        logprobs = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        for name, x in zip(rows, (token, 1, logprobs, values), strict=True):
-            rows[name][alive, t] = x  # the mask includes the EOS and nothing after it
-        going = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
-        if len(going) == 0:
+        logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
+        logits = logits[:, 0]  # (rows,V)
+        if uniforms is None:
+            token = logits.argmax(-1)
+        else:
+            token = sample_token(logits, uniforms[rows, t])
+        response_ids[rows, t] = token
+        response_mask[rows, t] = 1  # for EOS, too
+        logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        values[rows, t] = value[:, 0]
+
+        unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
+        if len(unfinished) == 0:
             break
-        if len(going) < len(alive):
-            alive, token, mask = alive[going], token[going], mask[going]
-            for cache in caches:
-                cache.batch_select_indices(going)
+        if len(unfinished) < len(rows):  # ended responses cost nothing
+            rows = rows[unfinished]
+            token = token[unfinished]
+            mask = mask[unfinished]
+            cache.reorder_cache(unfinished)
         ids = token[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    return {name: x[:, : t + 1] for name, x in rows.items()}
+    responses = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
+    )
+    return {
+        name: tensor[:, : t + 1] for name, tensor in responses.items()
+    }  # the longest ended at t
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Answer prompts, score the answers.  -> prompt_*: (B,P), scores, ended: (B,), rest: (B,R)"""
-    prompts, answers = map(list, zip(*pairs, strict=True))
+    """Respond to prompts and score the responses.
+
+    Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
+    """
+    prompts = [prompt for prompt, _ in pairs]
+    answers = [answer for _, answer in pairs]
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
-    rows = dict(prompt_ids=inputs.input_ids, prompt_mask=inputs.attention_mask)
-    rows |= generate(policy, *rows.values(), args.max_response_length, uniforms)
-    valid = rows["response_mask"].bool()
-    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & valid
-    texts = [ids[keep] for ids, keep in zip(rows["response_ids"], valid & ~is_eos, strict=True)]
-    said = scorer(prompts, tokenizer.batch_decode(texts, skip_special_tokens=True), answers)
-    try:
-        scores = torch.tensor([float(score) for _, score in zip(prompts, said, strict=True)])
-    except (TypeError, ValueError):
-        sys.exit(f"the reward must be {len(prompts)} numbers, one an answer, not {str(said)[:80]}")
-    ended = rows["ended"] = is_eos.any(1).float()
-    own_reward = args.reward_fn or args.reward_model_name  # decides for itself what an end is worth
-    scores = scores.to(ended) * (1 if own_reward else ended)
-    rows["scores"] = scores - args.missing_eos_penalty * (1 - ended)
+    # v1: distributed: prompts of all ranks are padded to one length, then each takes its share
+    prompts = prompts[rank() :: world_size()]
+    answers = answers[rank() :: world_size()]
+    prompt_ids = inputs.input_ids[rank() :: world_size()]
+    prompt_mask = inputs.attention_mask[rank() :: world_size()]
+    rows = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    rows |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+
+    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
+    is_text = (rows["response_mask"] == 1) & ~is_eos
+    text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
+    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
+    scores = scorer(prompts, responses, answers)
+    if len(scores) != len(prompts):
+        sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
+
+    rows["ended"] = is_eos.any(1).float()
+    rows["scores"] = torch.tensor([float(score) for score in scores]).to(rows["ended"])
+    if not args.reward_fn:  # built-in scorers: a truncated response is wrong
+        rows["scores"] *= rows["ended"]
     return rows
 
 
-@torch.no_grad()
-def score_rows(model, rows: dict, num_rows: int):
-    """Log-probs, entropy and values as `model` sees them, a few rows at a time.  -> 3 x (B,R)"""
-    chunks = torch.arange(len(rows["response_ids"])).split(num_rows)
-    parts = [model({name: x[inds] for name, x in rows.items()}) for inds in chunks]
-    return tuple(map(torch.cat, zip(*parts, strict=True)))
+# v2: lag
+def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args, uniforms) -> dict:
+    """Sample with the weights of K iterations ago; evaluate the tokens with the current ones."""
+    if args.rollout_lag:
+        past_weights.append({name: x.cpu().clone() for name, x in policy.state_dict().items()})
+        del past_weights[: -args.rollout_lag - 1]
+        policy.load_state_dict(past_weights[0])
+    batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+    batch["mu_logprobs"] = batch["logprobs"]
+    batch["mu_values"] = batch["values"]
+    if args.rollout_lag:
+        policy.load_state_dict(past_weights[-1])
+        batch["logprobs"], _, batch["values"] = logprobs_and_values_in_parts(policy, batch, args)
+    return batch
 
 
+# --- math ---
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
+def whiten(x, mask):
+    """Shift and scale the valid entries to mean 0 and variance 1.  (B,R) -> (B,R)"""
+    centered = (x - masked_mean(x, mask)) * mask
+    return centered * (masked_variance(x, mask) + 1e-8).rsqrt()
+
+
+def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
+    """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
+
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence (k1). It has to be
+    part of the reward: as a term of the loss, its expected gradient would be zero.
+    """
+    rewards = -kl_coef * (logprobs - ref_logprobs) * mask
+    last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
+    return rewards.scatter_add(1, last_token, scores[:, None])
+
+
+def k3_kl(logp, logq):
+    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    logratio = (logq - logp).clamp(-20, 20)
+    return logratio.exp() - 1 - logratio
+
+
+def compute_gae(rewards, values, mask, gamma, gae_lambda):
+    """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
+    assert rewards.shape == values.shape == mask.shape
+    advantages = torch.zeros_like(rewards)
+    next_value = 0.0  # the response ends: nothing follows
+    next_advantage = 0.0
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
+        next_value = values[:, t] * mask[:, t]
+        advantages[:, t] = next_advantage
+    return advantages
+
+
+def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
+    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
+    unclipped = -advantages * ratio
+    high = clip_coef_high or clip_coef  # v1: clip
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
+    loss = torch.max(unclipped, clipped)
+    if dual_clip:  # v1: clip: where the advantage is negative, max() alone bounds nothing
+        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
+    return loss, (loss != unclipped).float()
+
+
+def value_loss(new_values, values, returns, clip_coef):
+    """Clipped squared error, as in the PPO of OpenAI's baselines.  3 x (B,R) -> (B,R)"""
+    assert new_values.shape == values.shape == returns.shape
+    clipped_values = values + (new_values - values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max((new_values - returns) ** 2, (clipped_values - returns) ** 2)
+
+
+def explained_variance(batch: dict) -> float:
+    """1: the values predict the returns. 0: they are no better than a constant."""
+    mask = batch["response_mask"].float()
+    return_variance = masked_variance(batch["returns"], mask)
+    if return_variance < 1e-8:
+        return math.nan  # constant returns: there is nothing to explain
+    residual_variance = masked_variance(batch["returns"] - batch["values"], mask)
+    return 1 - (residual_variance / return_variance).item()
+
+
+# v1: kl
+def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
+    """Proportional controller, section 2.2 of arXiv:1909.08593; kl in nats per response."""
+    error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_responses / 10_000)
+
+
+# v1: schedule
+def lr_factor(iteration, args) -> float:
+    """Learning rate of an iteration, as a fraction of the highest one."""
+    if iteration <= args.warmup_steps:
+        return iteration / (args.warmup_steps + 1)
+    progress = iteration - 1 - args.warmup_steps
+    progress = progress / (args.num_iterations - args.warmup_steps)
+    if args.lr_scheduler_type == "linear":
+        return 1 - progress
+    if args.lr_scheduler_type == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0
+
+
+# --- corrections ---
+# v2: correction
+# Each rule is the weight of a token in the policy gradient -A * weight * grad log pi. pi, prox and
+# mu are log-probs: now, before this update, and when the token was sampled.
+def importance_ratio(logprobs, other_logprobs):
+    return (logprobs - other_logprobs).clamp(-20, 20).exp()
+
+
+def inside_clip(ratios, advantages, clip_coef):
+    """1 where PPO's clipped surrogate has a gradient: the ratio may still move the way A pushes."""
+    too_high = (advantages > 0) & (ratios > 1 + clip_coef)
+    too_low = (advantages < 0) & (ratios < 1 - clip_coef)
+    return ~(too_high | too_low)
+
+
+def none(pi, prox, mu, advantages, mask, clip_coef, limit=None):
+    """As if pi_prox had sampled the token."""
+    ratios = importance_ratio(pi, prox)
+    return ratios * inside_clip(ratios, advantages, clip_coef)
+
+
+def behaviour(pi, prox, mu, advantages, mask, clip_coef, limit=None):
+    """PPO as it is written: the old policy is the one that sampled."""
+    ratios = importance_ratio(pi, mu)
+    return ratios * inside_clip(ratios, advantages, clip_coef)
+
+
+def decoupled(pi, prox, mu, advantages, mask, clip_coef, limit=2.0):
+    """Clip the step from pi_prox; importance weight pi_prox/mu (arXiv:2110.00641, section 4)."""
+    ratios = importance_ratio(pi, prox)
+    correction = importance_ratio(prox, mu).clamp(max=limit)
+    return correction * ratios * inside_clip(ratios, advantages, clip_coef)
+
+
+def cispo(pi, prox, mu, advantages, mask, clip_coef, limit=4.0):
+    """Bound the weight of a token; drop none (arXiv:2506.13585)."""
+    return importance_ratio(pi, mu).clamp(max=1 + limit)
+
+
+def dppo(pi, prox, mu, advantages, mask, clip_coef, limit=0.2):
+    """Drop a token whose probability has moved too far from mu (arXiv:2602.04879)."""
+    moved = pi.exp() - mu.exp()
+    return importance_ratio(pi, mu) * (moved * advantages.sign() <= limit)
+
+
+def m2po(pi, prox, mu, advantages, mask, clip_coef, limit=0.04):
+    """Drop the largest moves until the mean square log-ratio is small (arXiv:2510.01161)."""
+    logratio = (pi - mu).clamp(-20, 20)
+    squares = logratio**2 * mask
+    may_drop = (logratio * advantages > 0) & (mask > 0)
+    largest, order = (squares * may_drop).flatten().sort(descending=True)
+    # mean square of what is left before the first, second, ... of them is dropped
+    sum_left = squares.sum() - largest.cumsum(0) + largest
+    num_left = mask.sum() - torch.arange(len(largest), device=mask.device)
+    too_large = sum_left / num_left.clamp(min=1) > limit
+    num_dropped = too_large.long().cumprod(0).sum()  # drop until the mean is small enough
+    kept = torch.ones_like(mask)
+    kept.view(-1)[order[:num_dropped]] = 0
+    return importance_ratio(pi, mu) * torch.where(may_drop, kept, 1)
+
+
+CORRECTIONS = dict(
+    none=none, behaviour=behaviour, decoupled=decoupled, cispo=cispo, dppo=dppo, m2po=m2po
+)
+
+
+def stale_policy_loss(correction, logprobs, prox, mu, advantages, mask, clip_coef, limit=None):
+    """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R)."""
+    options = {} if limit is None else dict(limit=limit)
+    rule = CORRECTIONS[correction]
+    weights = rule(logprobs.detach(), prox, mu, advantages, mask, clip_coef, **options)
+    # 1 + log pi - log pi has the value 1 and the gradient of log pi
+    loss = -advantages * weights * (1 + logprobs - logprobs.detach())
+    return loss, (weights == 0).float()
+
+
+# --- buffer ---
 # v2: buffer
-def bring_up_to_date(rows: dict, policy, num_rows: int, kl_coef: float, args) -> dict:
-    """Drawn rows, no wider than needed, as the policy and the critic of today see them."""
-    prompt, response = (int(rows[f"{x}_mask"].sum(1).max()) for x in ("prompt", "response"))
-    for name in [name for name, x in rows.items() if x.dim() == 2]:
-        rows[name] = rows[name][:, -prompt:] if "prompt" in name else rows[name][:, :response]
-    rows = {name: x.to(policy.eos_ids.device) for name, x in rows.items()}
-    rows["logprobs"], _, rows["values"] = score_rows(policy, rows, num_rows)
-    unknown = rows["mu_logprobs"].isnan()  # a log may not say how likely its tokens were
-    rows["mu_logprobs"] = rows["logprobs"].where(unknown, rows["mu_logprobs"])
-    mask = rows["response_mask"].float()
-    rewards = token_rewards(rows["scores"], rows["logprobs"], rows["ref_logprobs"], mask, kl_coef)
-    rows["advantages"] = compute_gae(rewards, rows["values"], mask, args.gamma, args.gae_lambda)
-    return rows | dict(returns=rows["advantages"] + rows["values"])
+STORED = """prompt_ids prompt_mask response_ids response_mask scores ended advantages mu_logprobs
+    mu_values ref_logprobs""".split()
 
 
-# v2: imitation
-def replay_advantages(advantages, mask, args):
-    """Of drawn rows the gains, eq. 2 of arXiv:1806.05249; or all, whitened apart.  -> (B,R)"""
-    if args.replay_advantages == "positive":  # never centred: a small gain would become a loss
-        return advantages.clamp(min=0)
-    return whiten(advantages, mask) if args.norm_adv else advantages
+class ReplayBuffer:
+    """Past rollouts, oldest first: a batch on the CPU with birth, reuse and priority (N,)."""
 
+    def __init__(self, args):
+        self.args = args
+        self.rows = {}
+        self.num_draws = 0  # calls of `draw` that drew something
+        self.num_reused = 0  # rollouts drawn so far, counted once per draw
 
-# v2: log
-def write_rollouts(file, rows: dict, tokenizer):
-    for i, valid in enumerate(rows["response_mask"].bool()):
-        prompt = rows["prompt_ids"][i][rows["prompt_mask"][i].bool()].tolist()
-        ids, logprobs = (rows[name][i][valid].tolist() for name in ("response_ids", "mu_logprobs"))
-        row = dict(prompt_ids=prompt, response_ids=ids, logprobs=logprobs, score=rows["scores"][i].item())
-        file.write(json.dumps(row | dict(response=tokenizer.decode(ids))) + "\n" if ids else "")
+    def __len__(self):
+        return len(self.rows["scores"]) if self.rows else 0
 
+    def state_dict(self) -> dict:
+        return dict(rows=self.rows, num_draws=self.num_draws, num_reused=self.num_reused)
 
-def read_rollouts(path: str, tokenizer, args, device) -> dict:
-    """Such a file, or one with prompt instead of prompt_ids and without logprobs."""
+    def load_state_dict(self, state: dict):
+        self.rows = state["rows"]
+        self.num_draws = state["num_draws"]
+        self.num_reused = state["num_reused"]
 
-    def to_row(row: dict) -> dict:
-        if "prompt_ids" not in row:
-            row["prompt_ids"] = encode(tokenizer, [row["prompt"]], args.chat_template).input_ids[0]
-        prompt, ids, score = row["prompt_ids"], row["response_ids"], float(row["score"])
-        logprobs = row.get("logprobs", [math.nan] * len(ids))
-        assert len(logprobs) == len(ids) > 0 and math.isfinite(score)
-        assert min(prompt + ids) >= 0 and max(prompt + ids) < len(tokenizer)
-        assert row.get("response") in (None, tokenizer.decode(ids))  # else other tokens are meant
-        new = dict(prompt_ids=[prompt], prompt_mask=[[1] * len(prompt)], mu_logprobs=[logprobs])
-        new |= dict(response_ids=[ids], response_mask=[[1] * len(ids)], scores=[score], ended=[1.0])
-        return {name: torch.tensor(x, device=device) for name, x in new.items()}
-
-    expected = "prompt or prompt_ids, response_ids of this model, score and, where known, logprobs"
-    rows = join(read_jsonl(path, to_row, expected))
-    unknown = rows["mu_logprobs"].isnan().any(1).sum()
-    print(f"{path}: {len(rows['scores'])} rollouts; {unknown} without log-probs: not corrected")
-    return rows
-
-
-# --- evaluate ---
-def evaluate(policy, pairs, tokenizer, scorer, args) -> float:
-    """Mean score of greedy answers. Draws no random number, so it cannot change training."""
-    batches = [pairs[i : i + args.batch_size] for i in range(0, len(pairs), args.batch_size)]
-    scores = [rollout(policy, batch, tokenizer, scorer, args)["scores"] for batch in batches]
-    mean = torch.cat(scores).nanmean()
-    return (total(mean) / total(torch.ones_like(mean))).item()  # v1: distributed
-
-
-# --- run folder ---
-class Run:
-    """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
-
-    def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
-        self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
-        if enabled:
-            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
-            (self.dir / "metrics.jsonl").write_text("".join(lines))
-        if enabled and args.track:
-            import wandb
-
-            where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
-            self.wandb = wandb.init(**where, config=config, resume="allow")
-
-    def log(self, metrics: dict):
-        row = metrics | {"time": round(time.time() - self.start, 3)}
-        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
-        if self.enabled:
-            with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(self.rows[-1]) + "\n")
-        if self.wandb:
-            self.wandb.log(self.rows[-1], step=row["global_step"])
-
-    def status(self, line: str, done: int):
-        """What a person watches: behind a bar on a terminal, else a plain line now and then."""
-        self.bar.set_postfix_str(line, refresh=False)
-        self.bar.update(done - self.bar.n)
-        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
-            print(f"[{done}/{self.total}] {line}", flush=True)
-
-    def close(self, xlabel: str, panels: dict[str, list[str]]):
-        """summary.json, and curves.png: a panel per title, a line per metric."""
-        self.bar.close()
-        if not self.enabled:
-            return
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        height = math.ceil(len(panels) / 4)
-        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
-                axis.plot(list(points), list(points.values()), ".-", label=key)
-            axis.legend()
-        figure.savefig(self.dir / "curves.png")
-        if self.wandb:
-            self.wandb.finish()
-
-
-# v1: checkpoint
-def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM go into this list: save and end. A second one ends at once."""
-    received = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(1) if received else received.append(number))
-    return received
-
-
-# v1: distributed
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
-
-
-def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder that takes the place of the one before."""
-    state = dcp.get_model_state_dict(policy, options=FULL)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(f"{folder}.tmp", state_dict=state)
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
-        os.replace(f"{folder}.tmp", folder)
-
-
-# v1: distributed
-def init_distributed(device):
-    """-> rank, number of ranks, this rank's device; 0, 1, device without torchrun"""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1, device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if dist.get_rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one voice is enough
-    return dist.get_rank(), dist.get_world_size(), device
-
-
-def shard(policy):
-    """FSDP2 that keeps weights whole until the backward pass: sampling needs no communication."""
-    for trunk in filter(None, (policy.lm, policy.critic)):
-        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
-            fully_shard(layer, reshard_after_forward=False)
-    fully_shard(policy, reshard_after_forward=False)
-    register_fsdp_forward_method(policy, "step")
-
-
-def sum_gradients(policy, world_size: int):
-    """Each loss was divided by the tokens of all ranks, so gradients add up. FSDP has averaged."""
-    for parameter in policy.parameters() if world_size > 1 else ():
-        if isinstance(policy, FSDPModule):
-            parameter.grad.mul_(world_size)
+    def priorities(self, batch: dict):
+        """Mean gain of a response, or mean |advantage|, to the power of alpha.  -> (B,)"""
+        if self.args.replay_advantages == "positive":
+            size = batch["advantages"].clamp(min=0)
         else:
-            dist.all_reduce(parameter.grad)
+            size = batch["advantages"].abs()
+        mask = batch["response_mask"]
+        mean = (size * mask).sum(1) / mask.sum(1)
+        return (mean.cpu().double() + 1e-6) ** self.args.priority_alpha
+
+    def add(self, batch: dict, iteration: int):
+        """Insert fresh rollouts, then drop what is too old, used up, or beyond the capacity."""
+        args = self.args
+        has_tokens = batch["response_mask"].any(1)  # a score that was NaN has left none
+        new = {name: batch[name][has_tokens].cpu() for name in STORED}
+        new["birth"] = torch.full_like(new["scores"], iteration, dtype=torch.long)
+        new["reuse"] = torch.zeros_like(new["birth"])
+        new["priority"] = self.priorities(new)
+        rows = join([self.rows, new]) if self.rows else new
+
+        capacity = args.replay_buffer_size
+        if args.replay_start_size and iteration < args.replay_grow_iteration:
+            capacity = args.replay_start_size
+        age_at_next_draw = iteration + 1 - rows["birth"]
+        is_young = age_at_next_draw <= args.staleness_threshold
+        is_live = is_young & (rows["reuse"] < args.max_replay_reuse)
+        keep = is_live.nonzero().flatten()[-capacity:]
+        self.rows = {name: tensor[keep] for name, tensor in rows.items()}
+
+    def draw(self, iteration: int, last_kl: float):
+        """Draw with replacement: a rare success may fill a draw.  -> indices, sample_weights (n,)"""
+        args = self.args
+        nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0)
+        if len(self) < args.min_replay_size:
+            return nothing
+        max_reuse = args.max_replay_reuse
+        if args.adaptive_reuse and last_kl >= 0.01:
+            max_reuse = max(1, max_reuse // 3)  # the policy moves fast: what was drawn often waits
+        may_draw = self.rows["reuse"] < max_reuse
+        num_live = int(may_draw.sum())
+        # a multiple of these, so that all micro-batches of all ranks have the same size
+        num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
+        num_drawn = min(args.draws_per_update(), num_live) // num_parts * num_parts
+        if num_drawn == 0:
+            return nothing
+
+        odds = torch.ones_like(self.rows["priority"])
+        if args.use_priority_sampling:
+            odds = self.rows["priority"]
+        if args.priority_age_tau is not None:
+            ages = iteration - self.rows["birth"]
+            odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
+        odds = odds * may_draw
+        odds = odds / odds.sum()
+        indices = odds.multinomial(num_drawn, replacement=True)
+        beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
+        sample_weights = (num_live * odds[indices]) ** -beta  # section 3.4 of arXiv:1511.05952
+        sample_weights = (sample_weights / sample_weights.max()).float()
+        copy_from_rank_0([indices, sample_weights])  # priorities may differ in their last bit
+
+        drawn_rows = indices.unique()
+        self.rows["reuse"][drawn_rows] += 1
+        self.num_reused += len(drawn_rows)
+        self.num_draws += 1
+        return indices, sample_weights
+
+    def buffer_stats(self, iteration: int) -> dict[str, float]:
+        if len(self) == 0:
+            return dict(buffer_size=0, avg_reuse_count=0.0)
+        return dict(
+            buffer_size=len(self),
+            avg_reuse_count=self.rows["reuse"].double().mean().item(),
+            max_reuse_count=self.rows["reuse"].max().item(),
+            avg_age=iteration - self.rows["birth"].double().mean().item(),
+            oldest_sample=self.rows["birth"].min().item(),
+        )
 
 
-def join(parts: list[dict]) -> dict:
-    """Rows of all parts, prompts padded on the left and responses on the right to one width."""
+def join(batches: list[dict]) -> dict:
+    """Concatenate batches; prompts are padded on the left, responses on the right."""
     joined = {}
-    for name in parts[0]:
-        rows = [part[name] for part in parts]
-        if rows[0].dim() == 2:
-            gaps = [max(x.shape[1] for x in rows) - x.shape[1] for x in rows]
-            sides = [(gap, 0) if "prompt" in name else (0, gap) for gap in gaps]
-            rows = [nn.functional.pad(x, side) for x, side in zip(rows, sides, strict=True)]
-        joined[name] = torch.cat(rows)
+    for name in batches[0]:
+        tensors = [batch[name] for batch in batches]
+        if tensors[0].dim() == 2:
+            width = max(tensor.shape[1] for tensor in tensors)
+            for i, tensor in enumerate(tensors):
+                gap = width - tensor.shape[1]
+                side = (gap, 0) if "prompt" in name else (0, gap)
+                tensors[i] = nn.functional.pad(tensor, side)
+        joined[name] = torch.cat(tensors)
     return joined
 
 
-def gather_rows(rows: dict, world_size: int) -> dict:
-    """All rows on every rank in the order of one process, so that ranks shuffle alike."""
-    parts = [None] * world_size
-    dist.all_gather_object(parts, {name: x.cpu() for name, x in rows.items()})
-    joined = join(parts)
-    order = torch.arange(len(joined["scores"])).view(world_size, -1).T.flatten()  # rank 0 had 0, 2, ..
-    return {name: x[order].to(rows[name].device) for name, x in joined.items()}
+def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
+    """Drawn rollouts as the current policy and critic see them; {} if there are none."""
+    if not args.use_replay_buffer:
+        return {}
+    indices, sample_weights = buffer.draw(iteration, state["last_kl"])
+    if len(indices) == 0:
+        return {}
+    device = policy.eos_ids.device
+    drawn = {name: buffer.rows[name][indices].to(device) for name in STORED}
+    prompt_width = drawn["prompt_mask"].sum(1).max()
+    response_width = drawn["response_mask"].sum(1).max()
+    for name, tensor in drawn.items():
+        if tensor.dim() == 2:
+            is_prompt = "prompt" in name
+            drawn[name] = tensor[:, -prompt_width:] if is_prompt else tensor[:, :response_width]
+    drawn["logprobs"], _, drawn["values"] = logprobs_and_values_in_parts(policy, drawn, args)
+    add_advantages(drawn, state["kl_coef"], args)
+    buffer.rows["priority"][indices] = buffer.priorities(drawn)
+    if args.replay_advantages == "positive":  # eq. 2 of arXiv:1806.05249: imitate gains only
+        drawn["advantages"] = drawn["advantages"].clamp(min=0)
+    elif args.norm_adv:
+        drawn["advantages"] = whiten(drawn["advantages"], drawn["response_mask"])
+    drawn["sample_weights"] = sample_weights[:, None].to(device)
+    drawn["is_replayed"] = torch.ones_like(drawn["sample_weights"])
+    return drawn
+
+
+def mix(batch: dict, drawn: dict) -> dict:
+    """Fresh rollouts, which count as they are, and after them the drawn ones, if there are any."""
+    sample_weights = torch.ones_like(batch["scores"])[:, None]
+    is_replayed = torch.zeros_like(sample_weights)
+    fresh = batch | dict(sample_weights=sample_weights, is_replayed=is_replayed)
+    return join([fresh, drawn]) if drawn else fresh
+
+
+def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
+    """How far the policy before the update is from the one that sampled."""
+    mask = batch["response_mask"].float()
+    importance = importance_ratio(batch["logprobs"], batch["mu_logprobs"]).clamp(max=2)
+    importance = (importance * sample_weights)[mask > 0]
+    ess = importance.sum() ** 2 / (len(importance) * (importance**2).sum())
+    kl = k3_kl(batch["mu_logprobs"], batch["logprobs"])
+    value_drift = (batch["values"] - batch["mu_values"]).abs()
+    return {
+        f"{prefix}/kl_behaviour": masked_mean(kl, mask).item(),
+        f"{prefix}/value_drift": masked_mean(value_drift, mask).item(),
+        f"{prefix}/ess": ess.item(),  # effective share of the tokens; 1: all count alike
+    }
+
+
+def stale_metrics(batch: dict, drawn: dict, buffer, iteration: int, args) -> dict[str, float]:
+    metrics = {}
+    if args.rollout_lag:
+        metrics |= staleness(batch, 1.0, "lag")
+    if drawn:
+        metrics |= staleness(drawn, drawn["sample_weights"], "replay")
+    if args.use_replay_buffer:
+        buffer_stats = buffer.buffer_stats(iteration)
+        metrics |= {f"buffer_stats/{name}": value for name, value in buffer_stats.items()}
+        metrics["buffer_size"] = len(buffer)
+        metrics["avg_sample_reuse"] = buffer_stats["avg_reuse_count"]
+        metrics["replay_ratio"] = buffer.num_reused / (iteration * args.batch_size)
+        metrics["sample_efficiency"] = 1 + metrics["replay_ratio"]
+    return metrics
+
+
+# --- update ---
+def add_advantages(batch: dict, kl_coef, args):
+    """Add advantages and returns (B,R) to a batch that has scores, log-probs and values."""
+    mask = batch["response_mask"].float()
+    rewards = token_rewards(
+        batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, kl_coef
+    )
+    advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
+    batch["advantages"] = advantages
+    batch["returns"] = advantages + batch["values"]
+
+
+def ppo_loss(policy, minibatch: dict, num_tokens, args):
+    """-> loss, dict of statistics; sums over these rows, divided by the minibatch's tokens"""
+    mask = minibatch["response_mask"].float()
+    old_logprobs = minibatch["logprobs"]
+    logprobs, entropy, values = logprobs_and_values(policy, minibatch)
+    if not args.ent_coef:
+        entropy = entropy.detach()  # only logged: skip its backward pass
+
+    pg_loss, clipped = policy_loss(
+        logprobs,
+        old_logprobs,
+        minibatch["advantages"],
+        args.clip_coef,
+        args.clip_coef_high,
+        args.dual_clip,
+    )
+    v_loss = value_loss(values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
+    # v2: correction
+    is_replayed = minibatch["is_replayed"]  # (B,1)
+    is_stale = (is_replayed > 0) | (args.rollout_lag > 0)
+    stale_loss, dropped = stale_policy_loss(
+        args.stale_correction(),
+        logprobs,
+        old_logprobs,
+        minibatch["mu_logprobs"],
+        minibatch["advantages"],
+        mask * is_stale,
+        args.clip_coef,
+        args.correction_limit,
+    )
+    pg_loss = torch.where(is_stale, stale_loss, pg_loss)
+    clipped = torch.where(is_stale, dropped, clipped)
+    # v2: buffer
+    pg_loss = pg_loss * minibatch["sample_weights"]
+    v_loss = v_loss * minibatch["sample_weights"]
+    if args.replay_advantages == "positive":
+        # From gains alone the critic would learn to expect gains. Its loss is still divided by all
+        # tokens, so that with replay the critic takes smaller steps.
+        v_loss = v_loss * (1 - is_replayed)
+    per_token = dict(
+        policy_loss=pg_loss,
+        value_loss=v_loss,
+        entropy=entropy,
+        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        clipfrac=clipped,
+        clipfrac_replay=clipped * is_replayed,  # v2: buffer
+        replay_frac=is_replayed.expand_as(mask),  # v2: buffer
+        abs_logratio=(logprobs.detach() - old_logprobs).abs(),
+    )
+    means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}  # v1: accumulate
+    loss = (
+        means["policy_loss"] + args.vf_coef * means["value_loss"] - args.ent_coef * means["entropy"]
+    )
+    return loss, {name: mean.detach() for name, mean in means.items()}
+
+
+def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    if args.norm_adv:
+        # v2: buffer: fresh rollouts only; draw_batch has taken care of the drawn ones
+        is_replayed = batch["is_replayed"]
+        advantages = whiten(batch["advantages"], batch["response_mask"] * (1 - is_replayed))
+        batch = batch | dict(advantages=advantages + batch["advantages"] * is_replayed)
+    parameters = optimizer.param_groups[0]["params"]
+    device = batch["response_ids"].device
+    steps = []
+    num_skipped = 0
+    for epoch in range(args.update_epochs):
+        shuffled = torch.randperm(args.batch_size).to(device)
+        minibatches = shuffled.chunk(args.num_minibatches)
+        # v2: buffer: every minibatch has fresh and drawn rows in proportion
+        num_drawn = len(batch["scores"]) - args.batch_size
+        drawn_inds = torch.randperm(num_drawn).to(device) + args.batch_size
+        parts = zip(minibatches, drawn_inds.tensor_split(args.num_minibatches), strict=True)
+        minibatches = [torch.cat(pair) for pair in parts]
+        for mb_inds in minibatches:
+            optimizer.zero_grad()
+            # v1: accumulate, distributed
+            num_tokens = batch["response_mask"][mb_inds].sum()
+            my_inds = mb_inds[rank() :: world_size()]
+            micro_stats = []
+            for micro_inds in my_inds.chunk(args.gradient_accumulation_steps):
+                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, stats = ppo_loss(policy, minibatch, num_tokens, args)
+                loss.backward()
+                micro_stats.append(stats)
+            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+            sum_over_ranks(stats.values())
+            sum_gradients(policy)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
+            steps.append(stats)
+            if all(value.isfinite() for value in stats.values()):
+                optimizer.step()
+            else:
+                num_skipped += 1  # a NaN must not reach the weights
+        # v1: kl
+        if args.target_kl and steps[-1]["approx_kl"] > 1.5 * args.target_kl:
+            break
+    if num_skipped == len(steps) and batch["response_mask"].any():  # v1: nan: else no score counts
+        sys.exit("no step of this update had a finite loss and gradient")
+    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
+    metrics["losses/skipped_steps"] = num_skipped
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    return metrics
+
+
+# --- evaluate ---
+def evaluate(policy, pairs, tokenizer, scorer, args):
+    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+
+    Uses no random numbers: training is not affected.
+    """
+    scores = []
+    samples = []
+    for start in range(0, len(pairs), args.batch_size):
+        some_pairs = pairs[start : start + args.batch_size]
+        # v1: distributed: each rank takes as many prompts; a rest is filled up with copies
+        copies = some_pairs[:1] * (-len(some_pairs) % world_size())
+        batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
+        batch = gather_rows(batch, args)
+        scores.append(batch["scores"][: len(some_pairs)])
+        if len(samples) < 8:
+            samples += as_samples(batch, some_pairs, tokenizer)
+    # v1: nan
+    scores = torch.cat(scores)
+    is_finite = scores.isfinite()
+    metrics = {"eval/score": scores[is_finite].mean().item()}
+    metrics["eval/nan_scores"] = (~is_finite).sum().item()
+    return metrics, samples[:8]
+
+
+def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
+    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    samples = []
+    for i, (prompt, answer) in enumerate(pairs):
+        is_token = batch["response_mask"][i] == 1
+        response = tokenizer.decode(batch["response_ids"][i][is_token])
+        score = batch["scores"][i].item()
+        score = score if math.isfinite(score) else None  # v1: nan
+        samples.append(dict(prompt=prompt, response=response, answer=answer, score=score))
+    return samples
+
+
+def batch_metrics(batch: dict, args) -> dict[str, float]:
+    """What was sampled, in numbers."""
+    # v1: nan: leave responses without a score out
+    is_scored = batch["response_mask"].any(1)
+    num_nan_scores = (~is_scored).sum().item()
+    batch = {name: tensor[is_scored] for name, tensor in batch.items()}
+    mask = batch["response_mask"].float()
+    metrics = {
+        "charts/score": batch["scores"].mean().item(),
+        "charts/response_length": mask.sum(1).mean().item(),
+        "charts/truncated_frac": 1 - batch["ended"].mean().item(),
+        "losses/explained_variance": explained_variance(batch),
+    }
+    if args.kl_coef:
+        ref_kl = k3_kl(batch["logprobs"], batch["ref_logprobs"])
+        metrics["losses/ref_kl"] = masked_mean(ref_kl, mask).item()
+        # v1: kl
+        logratio = (batch["logprobs"] - batch["ref_logprobs"]) * mask
+        metrics["rollout/kl_per_response"] = logratio.sum(1).mean().item()
+    metrics["rollout/nan_scores"] = num_nan_scores  # v1: nan
+    return metrics
 
 
 # --- main ---
+def main(args: Args) -> dict[str, float]:
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:  # v1: checkpoint
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    torch.set_num_threads(args.num_threads)
+    torch.manual_seed(args.seed)
+    transformers.utils.logging.disable_progress_bar()
+    device = pick_device(args.device, built_in=args.model_name is None)
+    device = init_distributed(device)  # v1: distributed
+
+    train_pairs, eval_pairs, scorer = make_task(args)
+    lm, tokenizer, eos_ids = load_lm(args)
+    # v1: memory
+    train_pairs = drop_long_prompts(train_pairs, tokenizer, args)
+    eval_pairs = drop_long_prompts(eval_pairs, tokenizer, args)
+    policy = PolicyWithValue(lm, eos_ids, args.temperature)
+    if args.model_name is None:
+        warm_start(lm, train_pairs, tokenizer, args)
+    policy.to(device)
+    broadcast_weights(policy)  # v1: distributed
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    # v1: memory, distributed
+    if args.gradient_checkpointing:
+        checkpoint_layers(policy)
+    if args.bf16:
+        autocast = torch.autocast(device.type, torch.bfloat16)
+        policy.forward = autocast(policy.forward)
+        if reference is not None:
+            reference.forward = autocast(reference.forward)
+    if args.fsdp:
+        shard(policy, device)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
+
+    run = Run(args)
+    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
+    # v1: checkpoint, kl, best
+    state = dict(
+        iteration=0,
+        kl_coef=args.kl_coef,
+        best_score=-math.inf,
+        evals_without_improvement=0,
+        stop_early=False,
+        # v2: lag, buffer
+        past_weights=[],
+        last_kl=0.0,
+    )
+    buffer = ReplayBuffer(args)  # v2: buffer
+    if args.resume and (run.dir / "checkpoint.pt").exists():
+        state |= load_checkpoint(run, policy, optimizer)
+        if not args.ref_kl_target:
+            state["kl_coef"] = args.kl_coef  # it may be typed anew
+        metrics, samples = run.rows[-1], []
+        progress.update(state["iteration"])
+        # v2: buffer, log
+        buffer.load_state_dict(state["buffer"])
+        drop_lines_after(run.rows[-1]["global_step"], run.dir / "rollouts.jsonl")
+    else:
+        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+        drop_lines_after(-1, run.dir / "samples.jsonl")
+        run.log({"global_step": 0} | metrics)
+        run.log_samples(0, samples)
+        print_samples("before training", samples)
+        if math.isfinite(metrics["eval/score"]):
+            state["best_score"] = metrics["eval/score"]
+        save_model(policy, tokenizer, run.dir / "best")
+        # v2: log
+        drop_lines_after(-1, run.dir / "rollouts.jsonl")
+        if args.replay_from:
+            buffer.add(read_rollouts(args.replay_from, policy, tokenizer, args), iteration=0)
+    last_iteration = state["iteration"] if state["stop_early"] else args.num_iterations
+    signals = Signals()
+
+    for iteration in range(state["iteration"] + 1, last_iteration + 1):
+        start_time = time.time()
+        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        learning_rate = args.learning_rate * lr_factor(iteration, args)  # v1: schedule
+        optimizer.param_groups[0]["lr"] = learning_rate
+
+        # 1. sample and score
+        global_step = iteration * args.batch_size
+        pairs = prompt_order[global_step - args.batch_size : global_step]
+        uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
+        uniforms = uniforms[rank() :: world_size()]  # v1: distributed
+        # v2: lag
+        batch = rollout_with_lag(
+            policy, state["past_weights"], pairs, tokenizer, scorer, args, uniforms
+        )
+        # v1: nan: without tokens in its mask a response has no part in the update
+        is_finite = batch["scores"].isfinite()
+        batch["scores"] = batch["scores"].where(is_finite, 0.0)
+        batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
+        if reference is None:
+            batch["ref_logprobs"] = batch["logprobs"]  # no penalty
+        else:
+            batch["ref_logprobs"], _, _ = logprobs_and_values_in_parts(reference, batch, args)
+
+        batch = gather_rows(batch, args)  # v1: distributed
+
+        # 2. advantages
+        add_advantages(batch, state["kl_coef"], args)  # v1: kl
+        # v2: buffer
+        drawn = draw_batch(buffer, policy, state, iteration, args)
+        train_batch = mix(batch, drawn)
+        rollout_time = time.time() - start_time
+
+        # 3. update
+        losses = update(policy, optimizer, train_batch, args)  # v2: buffer
+        # v2: lag: these log-probs were computed anew; in the first iteration mu is the same policy
+        if args.rollout_lag and iteration == 1:
+            gap = (batch["logprobs"] - batch["mu_logprobs"]).abs()
+            mismatch = masked_mean(gap, batch["response_mask"]).item()
+            losses["rollout/logprob_mismatch"] = mismatch
+        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
+            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
+
+        # v2: buffer, log
+        state["last_kl"] = losses["losses/approx_kl"]
+        if args.use_replay_buffer:
+            buffer.add(batch, iteration)
+        if args.log_rollouts:
+            write_rollouts(run.dir / "rollouts.jsonl", batch, global_step, tokenizer)
+
+        # 4. evaluate and log
+        metrics = {
+            "global_step": global_step,
+            "charts/learning_rate": learning_rate,
+            "charts/SPS": args.batch_size / (time.time() - start_time),
+            "time/rollout": rollout_time,
+            "time/update": time.time() - start_time - rollout_time,
+        }
+        metrics |= batch_metrics(batch, args) | losses
+        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
+        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
+            eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            metrics |= eval_metrics
+            run.log_samples(global_step, samples)
+            # v1: best
+            state["evals_without_improvement"] += 1
+            if metrics["eval/score"] > state["best_score"]:
+                state["best_score"] = metrics["eval/score"]
+                state["evals_without_improvement"] = 0
+                save_model(policy, tokenizer, run.dir / "best")
+        metrics |= stale_metrics(batch, drawn, buffer, iteration, args)  # v2: lag, buffer
+        run.log(metrics)
+        # v1: kl
+        if args.ref_kl_target and metrics["rollout/nan_scores"] < args.batch_size:
+            kl = metrics["rollout/kl_per_response"]
+            state["kl_coef"] = adapt_kl_coef(
+                state["kl_coef"], kl, args.ref_kl_target, args.batch_size
+            )
+
+        status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
+        status += f" R:{metrics['charts/score']:.2f}"
+        if args.use_replay_buffer:  # v2: buffer
+            status += f" BUF:{len(buffer)} EFF:{metrics['sample_efficiency']:.1f}x"
+        progress.set_postfix_str(status, refresh=False)
+        progress.update()
+        if progress.disable:  # the output is not a terminal: print lines instead of a bar
+            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+
+        # v1: checkpoint, best
+        state["iteration"] = iteration
+        state["stop_early"] = state["evals_without_improvement"] == args.early_stopping_patience
+        is_last = state["stop_early"] or iteration == args.num_iterations
+        interrupted = any_rank(signals.received, device)
+        if is_last or interrupted or iteration % args.save_every == 0:
+            state["buffer"] = buffer.state_dict()  # v2: buffer
+            save_checkpoint(run, policy, optimizer, state)
+        if interrupted and not is_last:
+            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+            return metrics
+        if state["stop_early"]:
+            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
+            break
+
+    progress.close()
+    signals.release()  # v1: checkpoint
+    print_samples("after training", samples)
+    save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
+    panels = {
+        "mean score of a response": ["charts/score", "eval/score"],
+        "entropy (nats per token)": ["losses/entropy"],
+        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+        "explained variance of the returns": ["losses/explained_variance"],
+    }
+    if args.rollout_lag or args.use_replay_buffer:  # v2: lag, buffer
+        panels |= {
+            "KL from the sampler (nats per token)": ["lag/kl_behaviour", "replay/kl_behaviour"],
+            "effective share of stale tokens": ["lag/ess", "replay/ess"],
+            "uses of a rollout": ["sample_efficiency", "avg_sample_reuse"],
+        }
+    run.finish(panels)
+    return metrics
+
+
+# --- task: prompts, answers, scores ---
+def final_answer(text: str) -> str:
+    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    if boxed:
+        return boxed[-1].strip()
+    return text.split("####")[-1].strip()
+
+
+def verify(response: str, answer: str) -> bool:
+    """Compare final answers: the last word that is a number if the answer is one, else the text."""
+    response = final_answer(response)
+    number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
+    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
+    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
+    if numbers and re.fullmatch(number, answer):
+        return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
+    return response == answer
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
+    pairs = []
+    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = row.get("prompt") or row.get("question") or row["problem"]
+            answer = row["answer"] if "answer" in row else row["solution"]
+        except (ValueError, KeyError, AttributeError):
+            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
+        pairs.append((str(prompt), final_answer(str(answer))))
+    return pairs
+
+
+def sort_pairs(min_digits: int, max_digits: int) -> list[tuple[str, str]]:
+    """20,000 lists of digits, such as ("3142=", "1234")."""
+    rng = random.Random(0)
+    sizes = rng.choices(range(min_digits, max_digits + 1), k=20_000)
+    lists = ["".join(rng.choices("0123456789", k=size)) for size in sizes]
+    return [(digits + "=", "".join(sorted(digits))) for digits in lists]
+
+
+def shuffled_passes(pairs: list, num_pairs: int, seed: int) -> list:
+    """Concatenate reshuffled copies of the data until there are num_pairs."""
+    order = []
+    while len(order) < num_pairs:
+        order += random.Random(f"{seed}/{len(order)}").sample(pairs, len(pairs))
+    return order[:num_pairs]
+
+
+def make_task(args):
+    """-> (prompt, answer) pairs for training, pairs for evaluation, scorer"""
+    kind, _, path = args.task.partition(":")
+    if kind == "sort":
+        pairs = sort_pairs(args.min_digits, args.max_digits)
+        is_right = lambda response, answer: response == answer
+    else:
+        pairs = read_pairs(path)
+        is_right = verify
+
+    def scorer(prompts, responses, answers):
+        return [is_right(*pair) for pair in zip(responses, answers, strict=True)]
+
+    if args.reward_fn:
+        path, _, name = args.reward_fn.rpartition(":")
+        functions = runpy.run_path(path)
+        if name not in functions:
+            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
+        scorer = functions[name]
+
+    # The held-out prompts are the same for every seed. None of them is trained on.
+    answers = dict(pairs)  # prompts may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
+    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
+    train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
+    if not train_pairs:
+        sys.exit(f"--task {args.task}: at least two different prompts are needed")
+    return train_pairs, list(eval_pairs.items()), scorer
+
+
+# v1: memory
+def drop_long_prompts(pairs, tokenizer, args):
+    if args.max_prompt_length is None:
+        return pairs
+    encoded = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
+    short_pairs = []
+    for pair, ids in zip(pairs, encoded, strict=True):
+        if len(ids) <= args.max_prompt_length:
+            short_pairs.append(pair)
+    print(f"left out {len(pairs) - len(short_pairs)} prompts longer than --max-prompt-length")
+    if not short_pairs:
+        sys.exit(f"--max-prompt-length {args.max_prompt_length}: every prompt is longer")
+    return short_pairs
+
+
+# --- rollout files ---
+# v2: log
+def write_rollouts(path: Path, batch: dict, global_step: int, tokenizer):
+    """One line per response."""
+    if rank() > 0:
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        for i, is_token in enumerate(batch["response_mask"].bool()):
+            if not is_token.any():  # its score was NaN
+                continue
+            is_prompt = batch["prompt_mask"][i].bool()
+            response_ids = batch["response_ids"][i][is_token].tolist()
+            row = dict(
+                global_step=global_step,
+                prompt_ids=batch["prompt_ids"][i][is_prompt].tolist(),
+                response_ids=response_ids,
+                logprobs=batch["mu_logprobs"][i][is_token].tolist(),
+                score=batch["scores"][i].item(),
+                ended=batch["ended"][i].item(),
+                response=tokenizer.decode(response_ids),
+            )
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rollouts(path: str, policy, tokenizer, args) -> dict:
+    """A file of write_rollouts as a batch; `policy` is still the reference."""
+    parts = []
+    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        try:
+            row = json.loads(line)
+            if len(row["logprobs"]) != len(row["response_ids"]):
+                raise ValueError("one log-prob per token")
+            if max(row["prompt_ids"] + row["response_ids"]) >= len(tokenizer):
+                raise ValueError("tokens of another model")
+            part = dict(
+                prompt_ids=torch.tensor([row["prompt_ids"]]),
+                response_ids=torch.tensor([row["response_ids"]]),
+                mu_logprobs=torch.tensor([row["logprobs"]]),
+                scores=torch.tensor([float(row["score"])]),
+                ended=torch.tensor([float(row["ended"])]),
+            )
+        except (ValueError, KeyError, TypeError):
+            sys.exit(
+                f"{path}, line {number}: must have prompt_ids, response_ids, logprobs, score and "
+                "ended, with tokens of this model and one log-prob per token"
+            )
+        part["prompt_mask"] = torch.ones_like(part["prompt_ids"])
+        part["response_mask"] = torch.ones_like(part["response_ids"])
+        parts.append(part)
+    batch = {name: tensor.to(policy.eos_ids.device) for name, tensor in join(parts).items()}
+    outputs = logprobs_and_values_in_parts(policy, batch, args)
+    batch["ref_logprobs"], _, batch["mu_values"] = outputs
+    batch["advantages"] = batch["scores"][:, None].expand_as(batch["mu_values"])  # until drawn
+    return batch
+
+
+# --- model: load one, or make the tiny one ---
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # without check_available the answer is that of the build, on a machine without a GPU, too
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def make_tiny_tokenizer():
+    """One token per printable ASCII character."""
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_tiny_lm(tokenizer):
+    """A Llama with 0.1 million parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
 def warm_start(lm, pairs, tokenizer, args):
-    """Supervised steps on scrambled answers: right in form, and right in content by chance only."""
+    """Teach the tiny model what an answer looks like: the right digits in a random order."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
     for _ in range(args.sft_steps):
         batch = rng.choices(pairs, k=64)
-        texts = [p + "".join(rng.sample(a, len(a))) + tokenizer.eos_token for p, a in batch]
+        texts = []
+        for prompt, answer in batch:
+            scrambled = "".join(rng.sample(answer, len(answer)))
+            texts.append(prompt + scrambled + tokenizer.eos_token)
         tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        mask, lengths = tokens.attention_mask, torch.tensor([[len(prompt)] for prompt, _ in batch])
-        is_answer = (mask == 1) & (mask.cumsum(1) > lengths)  # a token a letter
-        lm(**tokens, labels=tokens.input_ids.masked_fill(~is_answer, -100)).loss.backward()
+        labels = tokens.input_ids.masked_fill(tokens.attention_mask == 0, -100)  # -100: no loss
+        for i, (prompt, _) in enumerate(batch):
+            labels[i, : len(prompt)] = -100  # the tiny tokenizer has one token per character
+        lm(**tokens, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def main(args: Args) -> dict[str, float]:
-    torch.set_num_threads(args.num_threads)
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    best = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(best if args.device == "auto" else args.device)
-    # v1: distributed
-    rank, world_size, device = init_distributed(device)
-    if args.batch_size % (args.num_minibatches * args.gradient_accumulation_steps * world_size):
-        sys.exit("--batch-size must divide into minibatches x micro-batches x ranks")
-    lm, tokenizer, eos_ids = load_lm(args)
-    reference = PolicyWithValue(lm, eos_ids, args.temperature)
-    check_sampler(reference, args.model_name)
-    train_pairs, eval_pairs, verifier = make_task(args, tokenizer)
-    scorer = make_scorer(args, verifier, device)
+def load_lm(args):
+    """-> causal LM, tokenizer, ids of the tokens that end a response (E,)"""
     if args.model_name is None:
-        warm_start(lm, train_pairs, tokenizer, args)
-    reference = copy.deepcopy(reference).to(device).requires_grad_(False) if args.kl_coef else None
-    policy = PolicyWithValue(lm, eos_ids, args.temperature, args.separate_critic).to(device)
-    # v1: memory: transformers' own checkpointing works in train() only, with dropout
-    for trunk in filter(None, (policy.lm, policy.critic)) if args.gradient_checkpointing else ():
-        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    for model in filter(None, (policy, reference)) if args.bf16 else ():
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        model.forward, model.step = autocast(model.forward), autocast(model.step)
-    # v1: distributed
-    for parameter in policy.parameters() if world_size > 1 else ():
-        dist.broadcast(parameter.data, 0)
-    if args.fsdp:
-        shard(policy)
-    parameters, lr = list(policy.parameters()), args.learning_rate
-    optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
-    # v1: schedule: its function alone, of the iteration; nothing to save
-    steps = dict(num_warmup_steps=args.warmup_steps, num_training_steps=args.num_iterations)
-    kind = args.lr_scheduler_type.replace("constant", "constant_with_warmup")
-    schedule = transformers.get_scheduler(kind, optimizer, **steps).lr_lambdas[0]
-    stream = []  # every prompt once per pass, each pass in an order of its own
-    while len(stream) < args.num_iterations * args.batch_size:
-        stream += random.Random(f"{args.seed}/{len(stream)}").sample(train_pairs, len(train_pairs))
+        tokenizer = make_tiny_tokenizer()
+        lm = make_tiny_lm(tokenizer)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masks follow from lengths, not from pad ids
 
-    num_rows = args.batch_size // args.num_minibatches  # in one pass of the model
-    num_rows //= args.gradient_accumulation_steps * world_size  # v1: accumulate, distributed
-    iteration = global_step = skipped_steps = 0
-    # v1: checkpoint
-    kl_coef, best_score, stale_evals, rows = args.kl_coef, -math.inf, 0, []
-    path = Path(args.run_dir or "") / "checkpoint.pt"
-    if args.resume and path.exists():
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        changed = {k: v for k, v in asdict(args).items() if k != "resume" and saved["args"].get(k) != v}
-        print(f"resuming {path}; options that changed: {changed or 'none'}")
-        states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
-        dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        iteration, skipped_steps, best_score, stale_evals, kl_coef = saved["counters"]
-        kl_coef = kl_coef if args.adaptive_kl else args.kl_coef
-        global_step, rows = iteration * args.batch_size, saved["rows"]
-        metrics = {name: x for name, x in rows[-1].items() if x is not None}
-    # v2: lag, buffer, log
-    past_weights, buffer, log_size = [], ReplayBuffer(args), 0
-    if iteration:
-        past_weights, log_size = saved["past_weights"], saved["log_size"]
-        vars(buffer).update(saved["buffer"], args=args)
-    elif args.replay_from:
-        logged = read_rollouts(args.replay_from, tokenizer, args, device)
-        logged["ref_logprobs"], _, logged["mu_values"] = score_rows(policy, logged, num_rows)  # now pi_ref
-        logged["advantages"] = logged["scores"][:, None].expand_as(logged["mu_values"])  # until drawn
-        buffer.add(logged, 0)
-    if args.use_replay_buffer:
-        print(forecast(args, buffer.size))  # v2: status
-    stop = catch_signals()
-    run = Run(args, args.num_iterations, rows, exist_ok=args.resume, enabled=rank == 0)
-    log = open(run.dir / "rollouts.jsonl", "a") if args.log_rollouts and rank == 0 else None
-    if log:  # v2: log: what came after the checkpoint comes again
-        log.truncate(log_size)
-    if iteration == 0:
-        metrics = {"eval/score": evaluate(policy, eval_pairs, tokenizer, scorer, args)}
-        run.log({"global_step": 0, **metrics})
-        best_score = metrics["eval/score"]  # v1: best
-    patience = args.early_stopping_patience or math.inf  # v1: best
-    while iteration < args.num_iterations and stale_evals < patience:
-        iteration += 1
-        start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
-        lr = args.learning_rate * schedule(iteration - 1)  # v1: schedule
-        optimizer.param_groups[0]["lr"] = lr
+    eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+    return lm, tokenizer, torch.tensor(sorted(eos_ids))
 
-        # 1 collect
-        pairs = stream[global_step : global_step + args.batch_size]
-        uniforms = torch.rand(args.batch_size, args.max_response_length)  # of all rows and tokens
-        pairs, uniforms = pairs[rank::world_size], uniforms[rank::world_size]  # v1: distributed
-        # v2: lag
-        if args.rollout_lag:
-            past_weights.append({name: x.clone() for name, x in policy.state_dict().items()})
-            past_weights = past_weights[-args.rollout_lag - 1 :]
-            policy.load_state_dict(past_weights[0])
-        batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms.to(device))
-        batch |= dict(mu_logprobs=batch["logprobs"], mu_values=batch["values"])  # v2: lag
-        if args.rollout_lag:
-            policy.load_state_dict(past_weights[-1])
-            batch["logprobs"], _, batch["values"] = score_rows(policy, batch, num_rows)
-        global_step += args.batch_size
-        # v1: nan
-        good = batch["scores"].isfinite()
-        batch["response_mask"] = batch["response_mask"] * good[:, None]
-        batch["scores"] = batch["scores"].where(good, 0.0)
-        batch["ref_logprobs"] = batch["logprobs"]
-        if reference is not None:
-            batch["ref_logprobs"], _, _ = score_rows(reference, batch, num_rows)
-        batch = gather_rows(batch, world_size) if world_size > 1 else batch  # v1: distributed
 
-        # 2 advantages
-        mask, past = batch["response_mask"].float(), (batch["logprobs"], batch["ref_logprobs"])
-        rewards = token_rewards(batch["scores"], *past, mask, kl_coef)  # v1: kl
-        advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
-        batch["returns"] = advantages + batch["values"]
-        batch["advantages"] = whiten(advantages, mask) if args.norm_adv else advantages
-        # v2: buffer
-        drawn, draw_weights = buffer.draw(iteration)
-        ones = torch.ones_like(mask[:, :1])  # (B,1)
-        fresh = batch = batch | dict(weights=ones, replayed=0 * ones)
-        if drawn:
-            drawn = bring_up_to_date(drawn, policy, num_rows, kl_coef, args)
-            buffer.rows["priority"][buffer.chosen] = buffer.priorities(drawn)
-            drawn["advantages"] = replay_advantages(drawn["advantages"], drawn["response_mask"], args)
-            drawn["weights"] = draw_weights[:, None].to(mask)
-            batch = join([batch, drawn | dict(replayed=torch.ones_like(drawn["weights"]))])
-        rollout_time = time.time() - start_time
+# v1: memory
+def transformer_layers(model):
+    """The longest list of modules in a model."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
-        # 3 update
-        updates = []  # LOSSES and gradient norm of each
-        for epoch in range(args.update_epochs):
-            minibatches = torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches)
-            # v2: buffer: fresh and drawn rows in every minibatch, in proportion
-            order = torch.randperm(len(draw_weights)).to(device) + args.batch_size
-            parts = zip(minibatches, order.tensor_split(args.num_minibatches), strict=True)
-            minibatches = list(map(torch.cat, parts))
-            for mb_inds in minibatches:
-                optimizer.zero_grad()
-                num_tokens = batch["response_mask"][mb_inds].sum()
-                # v1: accumulate, distributed
-                stats = 0
-                for inds in mb_inds[rank::world_size].tensor_split(args.gradient_accumulation_steps):
-                    mb = {name: x[inds] for name, x in batch.items()}
-                    loss, micro_stats = ppo_loss(policy, mb, num_tokens, args)
-                    loss.backward()
-                    stats = stats + micro_stats
-                sum_gradients(policy, world_size)
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm  # v1: distributed
-                stats = torch.cat([total(stats), grad_norm[None]])
-                if not stats.isfinite().all():  # a NaN must not reach the weights
-                    skipped_steps += 1
-                    continue
-                optimizer.step()
-                updates.append(stats)
-            # v1: kl
-            if args.target_kl and updates and updates[-1][3] > 1.5 * args.target_kl:
-                break
-        if not updates:
-            sys.exit(f"iteration {iteration}: neither loss nor gradient was ever finite")
 
-        batch = fresh | dict(advantages=advantages)  # v2: status: of the fresh, not whitened
-        # 4 log
-        means = torch.stack(updates).mean(0).tolist()
-        metrics = {f"losses/{k}": x for k, x in zip([*LOSSES, "grad_norm"], means, strict=True)}
-        metrics |= {
-            "global_step": global_step,
-            "losses/explained_variance": explained_variance(batch["values"], batch["returns"], mask),
-            "losses/ref_kl": masked_mean(k3_kl(*past), mask).item(),
-            "losses/skipped_steps": skipped_steps,
-            "rollout/logprob_mismatch": updates[0][5].item(),  # weights are still the sampler's
-            "charts/score": batch["scores"].mean().item(),
-            "charts/response_length": mask.sum(1).mean().item(),
-            "charts/truncated_frac": 1 - batch["ended"].mean().item(),
-            "charts/learning_rate": lr,
-            "charts/SPS": args.batch_size / (time.time() - start_time),
-            "time/rollout": rollout_time,
-            "time/update": time.time() - start_time - rollout_time,
-        }
+# v1: memory
+def checkpoint_layers(policy):
+    """transformers' own gradient checkpointing works in train() mode only, with dropout."""
+    for layer in transformer_layers(policy.lm):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-        # v2: status
-        share, kl_replay, clipped_replay = (metrics.pop(f"losses/{name}") for name in LOSSES[6:])
-        metrics["rollout/logprob_mismatch"] /= 1 - updates[0][6].item()
-        metrics |= staleness("lag", batch) if args.rollout_lag else {}
-        if len(draw_weights):
-            age = iteration - buffer.rows["birth"][buffer.chosen].double().mean().item()
-            metrics |= staleness("replay", drawn) | {"replay/age": age}
-            for name, replay in (("approx_kl", kl_replay), ("clipfrac", clipped_replay)):
-                metrics[f"losses/{name}_replay"] = replay / share
-                metrics[f"losses/{name}_fresh"] = (metrics[f"losses/{name}"] - replay) / (1 - share)
-        if log:  # v2: log
-            write_rollouts(log, batch, tokenizer)
-        if args.use_replay_buffer:
-            buffer.add(batch, iteration)
-            buffer.last_kl = metrics["losses/approx_kl"]
-            stats, used = buffer.buffer_stats(iteration), (global_step + buffer.num_drawn) / global_step
-            metrics |= {f"buffer_stats/{name}": value for name, value in stats.items()}
-            metrics |= dict(buffer_size=stats["buffer_size"], avg_sample_reuse=stats["avg_reuse_count"])
-            metrics |= dict(replay_ratio=used - 1, sample_efficiency=used)
-        # v1: kl, nan
-        kl = ((past[0] - past[1]) * mask).sum(1).mean().item()  # nats per answer
-        metrics |= {"kl_divergence": kl, "losses/kl_coef": kl_coef, "learning_rate": lr}
-        metrics["total_loss"] = means[0] + args.vf_coef * means[1] - args.ent_coef * means[2]
-        metrics["rollout/nan_rewards"] = (mask.sum(1) == 0).sum().item()
-        if args.adaptive_kl:
-            kl_coef = adapt_kl_coef(kl_coef, kl, args.kl_target, args.kl_horizon, args.batch_size)
 
-        # 5 evaluate
-        if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics["eval/score"] = evaluate(policy, eval_pairs, tokenizer, scorer, args)
-            # v1: best
-            better = metrics["eval/score"] > best_score + args.early_stopping_threshold
-            stale_evals = 0 if better else stale_evals + 1
-            if metrics["eval/score"] > best_score:
-                best_score = metrics["eval/score"]
-                save_model(policy, tokenizer, run.dir / "best")
-        run.log(metrics)
-        line = f"PL:{means[0]:.2f} VL:{means[1]:.2f} R:{metrics['charts/score']:.2f}"
-        if args.use_replay_buffer:  # v2: status
-            line += f" BUF:{metrics['buffer_size']} EFF:{metrics['sample_efficiency']:.1f}x"
-        run.status(line, iteration)
-        # v1: checkpoint
-        stopping = total(torch.tensor(float(len(stop)), device=device)) > 0  # any rank
-        ended = iteration == args.num_iterations or stale_evals >= patience
-        if ended or stopping or iteration % args.save_every == 0:
-            model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            state = dict(policy=model_state, optimizer=optimizer_state, args=asdict(args), rows=run.rows)
-            state["counters"] = iteration, skipped_steps, best_score, stale_evals, kl_coef
-            # v2: lag, buffer, log
-            state |= dict(past_weights=past_weights, buffer=vars(buffer) | dict(args=None))
-            state["log_size"] = log.tell() if log else 0  # written out to here
-            if rank == 0:  # whole or not at all: a kill at any moment leaves the previous one good
-                torch.save(state, run.dir / "checkpoint.pt.tmp")
-                os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
-        if stopping and not ended:
-            print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
-            return metrics
+# --- run folder ---
+def print_samples(title: str, samples: list[dict]):
+    print(title)
+    for sample in samples[:3]:
+        print(f"  {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']}")
 
-    if stale_evals >= patience:  # v1: best
-        print(f"early stop: {stale_evals} evaluations not better than {best_score:.3f}")
-    save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    panels = {"score of an answer": ["charts/score", "eval/score"], "entropy": ["losses/entropy"]}
-    panels["how far the policy moves, nats per token"] = ["losses/approx_kl", "losses/ref_kl"]
-    panels["what the critic predicts"] = ["losses/explained_variance"]
-    if args.rollout_lag or args.use_replay_buffer:  # v2: status
-        panels["nats per token from the sampler"] = ["lag/kl_behaviour", "replay/kl_behaviour"]
-        panels["effective share of stale tokens"] = ["lag/ess", "replay/ess"]
-        panels["answers in the buffer"] = ["buffer_size"]
-        panels["used per answer generated"] = ["sample_efficiency", "avg_sample_reuse"]
-    run.close("answers generated", panels)
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} answers: {run.dir}")
-    return metrics
+
+class Run:
+    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
+
+    def __init__(self, args):
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        self.dir = Path(args.run_dir or f"runs/{name}")
+        self.rows = []
+        self.start_time = time.time()
+        self.wandb = None
+        if rank() > 0:  # v1: distributed: one process writes
+            return
+        self.dir.mkdir(parents=True, exist_ok=args.resume)
+
+        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        if args.track:
+            import wandb
+
+            self.wandb = wandb.init(
+                project=args.wandb_project_name,
+                id=self.dir.name,
+                dir=self.dir,
+                config=config,
+                resume="allow",  # v1: checkpoint
+            )
+
+    def log(self, metrics: dict):
+        row = metrics | {"time": round(time.time() - self.start_time, 3)}
+        row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
+        self.rows.append(row)
+        if rank() > 0:  # v1: distributed
+            return
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log(row, step=row["global_step"])
+
+    def log_samples(self, global_step: int, samples: list[dict]):
+        if rank() > 0:  # v1: distributed
+            return
+        rows = [{"global_step": global_step} | sample for sample in samples]
+        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.wandb:
+            import wandb
+
+            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            self.wandb.log({"samples": table}, step=global_step)
+
+    def finish(self, panels: dict[str, list[str]]):
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        if rank() > 0:  # v1: distributed
+            return
+        (self.dir / "summary.json").write_text(
+            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
+        )
+        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(
+                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
+            )
+            for color, name in zip(("C0", "C1"), names, strict=False):
+                rows = [row for row in self.rows if row.get(name) is not None]
+                steps = [row["global_step"] for row in rows]
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            axis.legend()
+        figure.savefig(self.dir / "curves.png")
+        if self.wandb:
+            self.wandb.finish()
+
+        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
+        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        print(f"curves.png and samples.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
+
+
+# --- command line ---
+# v1: checkpoint
+@dataclass
+class ResumeArgs:
+    run_dir: str | None = None
+    resume: bool = False
+
+
+def parse_args() -> Args:
+    """With --resume the options of the run are the defaults; what is typed changes them."""
+    typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
+    path = Path(typed.run_dir or "") / "args.json"
+    if not typed.resume or not path.exists():
+        return tyro.cli(Args, description=__doc__)
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
+    args = tyro.cli(Args, description=__doc__, default=Args(**options))
+    for name, value in options.items():
+        if name != "resume" and getattr(args, name) != value:
+            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    return args
+
+
+# --- checkpoints ---
+# v1: checkpoint
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+
+
+def save_checkpoint(run, policy, optimizer, state: dict):
+    """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
+    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+    if rank() == 0:
+        torch.save(saved, run.dir / "checkpoint.pt.tmp")
+        os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
+
+
+def load_checkpoint(run, policy, optimizer) -> dict:
+    """Restore weights, optimizer and logged rows.  -> state of the loop"""
+    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    dcp.set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=saved["policy"],
+        optim_state_dict=saved["optimizer"],
+        options=WHOLE,
+    )
+    run.rows = saved["rows"]
+    run.start_time -= run.rows[-1]["time"]
+    if rank() == 0:
+        lines = [json.dumps(row) + "\n" for row in run.rows]
+        (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
+    print(f"resuming after iteration {saved['state']['iteration']}")
+    return saved["state"]
+
+
+def drop_lines_after(global_step: int, path: Path):
+    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
+    if rank() == 0 and path.exists():
+        kept = []
+        for line in open(path, encoding="utf-8"):
+            is_whole = line.endswith("\n")  # a kill may have left half a line
+            if is_whole and json.loads(line)["global_step"] <= global_step:
+                kept.append(line)
+        path.write_text("".join(kept), encoding="utf-8")
+
+
+def save_model(policy, tokenizer, folder: Path):
+    """An ordinary Hugging Face folder."""
+    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    if rank() == 0:
+        lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        tokenizer.save_pretrained(folder)
+
+
+class Signals:
+    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
+
+    def __init__(self):
+        self.received = False
+        self.previous_handlers = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python handles signals in the main thread only
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
+
+    def handle(self, number, frame):
+        self.received = True
+        self.release()
+
+    def release(self):
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
+
+
+# --- distributed ---
+# v1: distributed
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def init_distributed(device):
+    """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
+    if "WORLD_SIZE" not in os.environ:
+        return device
+    if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"torchrun: {torch.cuda.device_count()} GPUs, fewer than processes")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")  # torch.distributed has no backend for others
+    dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # one process prints
+    return device
+
+
+def broadcast_weights(policy):
+    """Start all ranks from the weights of rank 0."""
+    if world_size() > 1:
+        for parameter in policy.parameters():
+            dist.broadcast(parameter.data, 0)
+
+
+def shard(policy, device):
+    """FSDP2. Weights stay whole until the backward pass: sampling needs no communication."""
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for layer in transformer_layers(policy.lm):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):  # add gradients up, like sum_gradients
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def sum_gradients(policy):
+    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP has done it."""
+    if world_size() > 1 and not isinstance(policy, FSDPModule):
+        for parameter in policy.parameters():
+            dist.all_reduce(parameter.grad)
+
+
+def sum_over_ranks(tensors):
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+
+# v2: buffer
+def copy_from_rank_0(tensors):
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+
+
+def any_rank(flag: bool, device) -> bool:
+    """Whether the flag is set on some rank."""
+    count = torch.tensor(float(flag), device=device)
+    sum_over_ranks([count])
+    return count.item() > 0
+
+
+def gather_rows(batch: dict, args) -> dict:
+    """The rows of all ranks on every rank, in the order of a single process."""
+    if world_size() == 1:
+        return batch
+    gathered = {}
+    for name, tensor in batch.items():
+        if tensor.dim() == 2 and "prompt" not in name:  # responses: to one width
+            tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
+        parts = [torch.empty_like(tensor) for _ in range(world_size())]
+        dist.all_gather(parts, tensor.contiguous())
+        gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # rank 0 had rows 0, 2, 4, ...
+    width = gathered["response_mask"].sum(1).max()
+    for name, tensor in gathered.items():
+        if tensor.dim() == 2 and "prompt" not in name:
+            gathered[name] = tensor[:, :width]
+    return gathered
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
-    if dist.is_initialized():  # v1: distributed: threads of gloo may abort an interpreter as it ends
-        sys.stdout.flush()
-        os._exit(0)
+    main(parse_args())
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -81,7 +81,7 @@ WATCHED = """losses/critic_loss losses/grasp_critic_loss losses/actor_loss losse
 class Args:
     # run
     seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, cuda:1, mps, ... (auto: the best there is)
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
     run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
     save_dir: str | None = None  # of checkpoint_{step}.pth and final_model.pth (None: run_dir)
@@ -947,7 +947,7 @@ class Run:
     """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
 
     def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}"
+        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
         self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
         self.enabled, self.wandb = enabled, None  # one process of torchrun writes
@@ -1031,6 +1031,16 @@ def create_data(args: Args) -> dict:
     return dict(demo_paths=paths[:1], failure_paths=paths[1:], num_demos=0, test=None)
 
 
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # without check_available the answer is that of the build, on a machine without a GPU, too
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 def main(args: Args) -> dict[str, float]:
     if args.test == "quick":  # a check-up: demos, a short run, its model
         folder = tempfile.TemporaryDirectory()
@@ -1041,8 +1051,7 @@ def main(args: Args) -> dict[str, float]:
         if args.create_data:
             return {}
     torch.set_num_threads(args.num_threads)
-    best = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(best if args.device == "auto" else args.device)
+    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     stop = catch_signals()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     files = {path: load_columns(path) for path in (*args.demo_paths, *args.failure_paths)}
@@ -1058,7 +1067,10 @@ def main(args: Args) -> dict[str, float]:
     agent = SACHybridAgent(*judge.dims, device, args, *judge.sizes)
     actor = SACHybridAgent(*judge.dims, "cpu", args, *judge.sizes)
     needed = 2 * args.buffer_size * judge.record["obs"].itemsize
-    if needed > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    memory = math.inf  # Windows does not say
+    if hasattr(os, "sysconf"):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > 0.9 * memory:
         sys.exit(f"--buffer-size {args.buffer_size}: {needed / 1e9:.1f} GB of frames do not fit")
     if world > 1:
         dist.init_process_group("gloo")

@@ -42,7 +42,12 @@ def run(command, seed):
         typed, _, second = command.partition(", ")
         flags = f"{HERE.parent / typed} --seed {seed} --eval-every 1 --run-dir {folder}/run".split()
         code = CPU_CLOCK + (SECOND_PASS if second else AS_TYPED)
-        subprocess.run([sys.executable, "-c", code, *flags], check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
+        subprocess.run(
+            [sys.executable, "-c", code, *flags],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            cwd=HERE.parent,
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
     seconds = 0.0
@@ -65,7 +70,9 @@ def table():
             [float(row[name]) for row in mine] for name in (*COLUMNS[2:4], *COLUMNS[4:])
         )
         ends = " ".join(f"{x:.3f}".replace("0.", ".") for x in end)
-        middle = [f"{statistics.median(x):.{n}f}" for x, n in ((answers, 0), (sooner, 1), (whole, 0))]
+        middle = [
+            f"{statistics.median(x):.{n}f}" for x, n in ((answers, 0), (sooner, 1), (whole, 0))
+        ]
         first = f"{min(start):.2f}–{max(start):.2f}"
         typed, _, variant = command.partition(", ")
         cells = [
@@ -80,7 +87,9 @@ def table():
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--table", action="store_true", help="no training")
     if not parser.parse_args().table:
         rows = [run(command, seed) for seed in SEEDS for command in COMMANDS]
