@@ -55,6 +55,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
@@ -917,12 +918,8 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
     return loss, stats, logprobs.detach() - old_logprobs
 
 
-def grpo_update(policy, optimizer, batch: dict, args):
-    """Several epochs of minibatch steps.
-
-    Returns the statistics of each step, the number of skipped steps, and the log-ratios (B,R) of
-    the last epoch.
-    """
+def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
     parameters = optimizer.param_groups[0]["params"]
     device = batch["ids"].device
     steps = []
@@ -951,10 +948,19 @@ def grpo_update(policy, optimizer, batch: dict, args):
                 optimizer.step()
             else:
                 num_skipped += 1  # a NaN must not reach the weights
-    sum_over_ranks([logratios])
     if num_skipped == len(steps):
         sys.exit("no step of this update had a finite loss and gradient")
-    return steps, num_skipped, logratios
+    metrics = {"losses/skipped_steps": num_skipped}
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    sum_over_ranks([logratios])
+    ratios = logratios[batch["exp_mask"] == 1].exp()  # of off-policy tokens, in the last epoch
+    if len(ratios):
+        metrics["ratio/off_mean"] = ratios.mean().item()
+        metrics["ratio/off_p99"] = ratios.quantile(0.99).item()
+        metrics["ratio/off_max"] = ratios.max().item()
+    return metrics
 
 
 # --- evaluate ---
@@ -975,20 +981,14 @@ def validate(player: Player, held_out: list[int], iteration: int):
     metrics = {}
     for name, trajectories in kinds.items():
         if trajectories:
-            metrics[f"eval/success_{name}"] = mean([t.success for t in trajectories])
-    metrics["eval/episodic_return"] = mean([t.reward for t in kinds["rate"]])
+            metrics[f"eval/success_{name}"] = fmean([t.success for t in trajectories])
+    metrics["eval/episodic_return"] = fmean([t.reward for t in kinds["rate"]])
     return metrics, played
-
-
-def mean(values: list) -> float:
-    return sum(values) / len(values)
 
 
 def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory], args) -> dict:
     """A kind of episode that the batch does not have gets no number."""
     groups = [[t.success for t in fresh if t.data_id == i] for i in range(args.num_tasks)]
-    rescued = [t.data_id for t in replayed if not any(groups[t.data_id])]
-    kept = {t.data_id: t.keep for t in fresh if t.advice}  # tasks with advice
     values = {
         "charts/success_rate": [t.success for t in fresh],
         "charts/episodic_return": [t.reward for t in fresh],
@@ -999,26 +999,9 @@ def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory], args) -
         "exp/retrieval_empty_frac": [not t.advice for t in fresh if t.guided],
         "groups/all_fail": [not any(group) for group in groups],
         "groups/all_success": [all(group) for group in groups],
+        "groups/rescued": [not any(groups[t.data_id]) for t in replayed],
     }
-    metrics = {name: mean(x) for name, x in values.items() if x}
-    metrics["groups/rescued"] = len(rescued) / args.num_tasks
-    metrics["exp/kept_tasks"] = sum(kept.values())
-    metrics["exp/stripped_tasks"] = len(kept) - sum(kept.values())
-    return metrics
-
-
-def update_metrics(steps: list[dict], logratios, batch: dict) -> dict:
-    """Means over the steps of an update; ratios of off-policy tokens in its last epoch."""
-    metrics = {}
-    for name in steps[0]:
-        per_step = torch.stack([stats[name] for stats in steps])
-        metrics[f"losses/{name}"] = per_step.nanmean().item()
-    ratios = logratios[batch["exp_mask"] == 1].exp()
-    if len(ratios):
-        metrics["ratio/off_mean"] = ratios.mean().item()
-        metrics["ratio/off_p99"] = ratios.quantile(0.99).item()
-        metrics["ratio/off_max"] = ratios.max().item()
-    return metrics
+    return {name: fmean(x) for name, x in values.items() if x}
 
 
 def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], iteration: int) -> dict:
@@ -1029,9 +1012,7 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
         "replay/experience_tasks": len(replayed),
     }
     if replayed:
-        ages = [iteration - t.version for t in replayed]
-        metrics["replay/age_mean"] = mean(ages)
-        metrics["replay/age_max"] = max(ages)
+        metrics["replay/age_mean"] = fmean([iteration - t.version for t in replayed])
     for num_successes, num_tasks in Counter(manager.difficulty.values()).items():
         metrics[f"replay/bucket_{num_successes}"] = num_tasks
     return metrics
@@ -1075,33 +1056,26 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args)
     progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    done = 0
-    global_step = 0
-    skipped_steps = 0
+    state = dict(iteration=0, global_step=0)
     if args.resume and (run.dir / "checkpoint.pt").exists():
-        saved = load_checkpoint(run, policy, optimizer)
+        state = load_checkpoint(run, policy, optimizer)
+        pool.records = state["pool"]
+        manager.load_state_dict(state["manager"])
         metrics = run.rows[-1]
-        done = saved["iteration"]
-        global_step = metrics["global_step"]
-        skipped_steps = metrics["losses/skipped_steps"]
-        pool.num_failed_calls = metrics["exp/failed_calls"]
-        pool.records = saved["pool"]
-        manager.load_state_dict(saved["manager"])
-        progress.update(done)
+        episodes = []
+        progress.update(state["iteration"])
     else:
         if args.uses_pool and args.init_exp_before_training:
-            num_first = min(args.init_exp_before_training, len(tasks))
-            planned = []
-            for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_first)):
-                planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
-            played = player.play(planned, 0, torch.rand(num_first, *uniforms_shape))
+            played = play_first_tasks(player, tasks, uniforms_shape)
             pool.fill_pool(played, step=-1)
-            global_step = len(played)
+            state["global_step"] = len(played)
         metrics, episodes = validate(player, held_out, iteration=0)
-        run.log({"global_step": global_step, "exp/pool_size": len(pool.records)} | metrics)
+        drop_lines_after(-1, run.dir / "episodes.jsonl")
+        run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
+        run.log_episodes(state["global_step"], episodes)
     signals = Signals()
 
-    for iteration in range(done + 1, args.num_iterations + 1):
+    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
         start_time = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
         exp_rng = random.Random(f"{args.seed}/{iteration}/e")
@@ -1126,7 +1100,7 @@ def main(args: Args) -> dict[str, float]:
                 t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
                 planned.append(t)
         fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
-        global_step += len(fresh)
+        state["global_step"] += len(fresh)
 
         # 3. training samples: each completion behind its training prompt
         trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
@@ -1156,8 +1130,7 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - start_time
 
         # 6. update
-        steps, num_skipped, logratios = grpo_update(policy, optimizer, batch, phase)
-        skipped_steps += num_skipped
+        losses = grpo_update(policy, optimizer, batch, phase)
 
         # 7. notes about the new episodes
         if args.uses_pool and args.updated_freq and iteration % args.updated_freq == 0:
@@ -1165,8 +1138,7 @@ def main(args: Args) -> dict[str, float]:
 
         # 8. evaluate and log
         metrics = {
-            "global_step": global_step,
-            "losses/skipped_steps": skipped_steps,
+            "global_step": state["global_step"],
             "exp/pool_size": len(pool.records),
             "exp/failed_calls": pool.num_failed_calls,
             "charts/learning_rate": learning_rate,
@@ -1174,15 +1146,14 @@ def main(args: Args) -> dict[str, float]:
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
-        metrics |= mismatch
-        metrics |= rollout_metrics(fresh, replayed, args)
-        metrics |= update_metrics(steps, logratios, batch)
+        metrics |= rollout_metrics(fresh, replayed, args) | mismatch | losses
         if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
         is_last = iteration == args.num_iterations
         if is_last or iteration % args.eval_every == 0:
             scores, episodes = validate(player, held_out, iteration)
             metrics |= scores
+            run.log_episodes(state["global_step"], episodes)
             if args.val_summarizer_save:
                 pool.fill_pool(episodes, iteration)
         run.log(metrics)
@@ -1195,14 +1166,8 @@ def main(args: Args) -> dict[str, float]:
 
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
-            save_checkpoint(
-                run,
-                policy,
-                optimizer,
-                iteration=iteration,
-                pool=pool.records,
-                manager=manager.state_dict(),
-            )
+            state |= dict(iteration=iteration, pool=pool.records, manager=manager.state_dict())
+            save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
             return metrics
@@ -1210,15 +1175,23 @@ def main(args: Args) -> dict[str, float]:
     signals.release()
     progress.close()
     save_model(policy, tokenizer, run.dir / "final_model")
-    run.finish(
-        {
-            "held-out tasks": ["eval/success_unguided", "eval/success_guided"],
-            "training": ["success/unguided", "success/guided"],
-            "off-policy ratio": ["ratio/off_p99", "ratio/off_mean"],
-        }
-    )
-    print(f"eval/success_rate {metrics['eval/success_rate']:.3f}: {run.dir}")
+    print_episodes(episodes)
+    panels = {"success without advice": ["success/unguided", "eval/success_unguided"]}
+    if args.uses_pool:
+        panels["success with advice"] = ["success/guided", "eval/success_guided"]
+    panels["entropy (nats per token)"] = ["losses/entropy"]
+    run.finish(panels)
     return metrics
+
+
+def play_first_tasks(player: Player, tasks: list[int], uniforms_shape) -> list[Trajectory]:
+    """Episodes of training tasks without advice: the first notes are about them."""
+    args = player.args
+    num_tasks = min(args.init_exp_before_training, len(tasks))
+    planned = []
+    for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
+        planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
+    return player.play(planned, 0, torch.rand(num_tasks, *uniforms_shape))
 
 
 def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
@@ -1501,8 +1474,20 @@ def transformer_layers(model):
 
 
 # --- run folder ---
+def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
+    without_advice = [t for t in trajectories if not t.advice]
+    with_advice = [t for t in trajectories if t.advice]
+    return without_advice[:count] + with_advice[:count]
+
+
+def print_episodes(trajectories: list[Trajectory]):
+    for t in first_of_each_kind(trajectories, 1):
+        print(f"--- task {t.task}, reward {t.reward:g}, advice: {t.advice or 'none'}")
+        print(episode_of(t)["text"])
+
+
 class Run:
-    """The folder of a run: args.json, metrics.jsonl; at the end summary.json and curves.png."""
+    """The folder of a run: args.json, metrics.jsonl, episodes.jsonl; summary.json, curves.png."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1539,8 +1524,17 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
+    def log_episodes(self, global_step: int, trajectories: list[Trajectory]):
+        """Some episodes with advice and without, in words."""
+        if rank() > 0:  # v1: distributed
+            return
+        with open(self.dir / "episodes.jsonl", "a", encoding="utf-8") as file:
+            for t in first_of_each_kind(trajectories, 4):
+                row = dict(global_step=global_step) | episode_of(t)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
     def finish(self, panels: dict[str, list[str]]):
-        """Write summary.json and curves.png, with one panel per title and one line per metric."""
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         if rank() > 0:  # v1: distributed
             return
         (self.dir / "summary.json").write_text(
@@ -1550,16 +1544,26 @@ class Run:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (title, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, title=title, xlabel="responses generated")
-            for name in names:
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(1, len(panels), i, xlabel="episodes played", ylabel=ylabel)
+            for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                axis.plot(steps, [row[name] for row in rows], label=name)
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
+
+        first, last = self.rows[0]["eval/success_rate"], self.rows[-1]["eval/success_rate"]
+        change = f"eval/success_rate {first:.2f} -> {last:.2f}"
+        print(f"{change}, {self.rows[-1]['global_step']} episodes, {self.rows[-1]['time']:.0f} s")
+        print(f"curves.png and episodes.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
 # --- command line ---
@@ -1590,32 +1594,44 @@ def parse_args() -> Args:
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
 
 
-def save_checkpoint(run, policy, optimizer, **state):
+def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
-    model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    state |= dict(policy=model_state, optimizer=optimizer_state, rows=run.rows)
+    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     if rank() == 0:
-        torch.save(state, run.dir / "checkpoint.pt.tmp")
+        torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
 def load_checkpoint(run, policy, optimizer) -> dict:
-    """Restore weights, optimizer and logged rows.  -> the other saved values"""
-    state = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    """Restore weights, optimizer and logged rows.  -> state of the loop"""
+    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     dcp.set_state_dict(
         policy,
         optimizer,
-        model_state_dict=state["policy"],
-        optim_state_dict=state["optimizer"],
+        model_state_dict=saved["policy"],
+        optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    run.rows = state["rows"]
+    run.rows = saved["rows"]
     run.start_time -= run.rows[-1]["time"]
     if rank() == 0:
         lines = [json.dumps(row) + "\n" for row in run.rows]
         (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-    print(f"resuming after iteration {state['iteration']}")
-    return state
+    drop_lines_after(run.rows[-1]["global_step"], run.dir / "episodes.jsonl")
+    print(f"resuming after iteration {saved['state']['iteration']}")
+    return saved["state"]
+
+
+def drop_lines_after(global_step: int, path: Path):
+    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
+    if rank() == 0 and path.exists():
+        kept = []
+        for line in open(path, encoding="utf-8"):
+            is_whole = line.endswith("\n")  # a kill may have left half a line
+            if is_whole and json.loads(line)["global_step"] <= global_step:
+                kept.append(line)
+        path.write_text("".join(kept), encoding="utf-8")
 
 
 def save_model(policy, tokenizer, folder: Path):
