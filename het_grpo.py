@@ -1291,7 +1291,6 @@ class TextEnv:
                 for match in re.finditer(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
                     found.append((match.end(), len(name), number))
             if not found:
-                self.earned -= 1.0
                 return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
             _, _, number = max(found)  # of two names that end at one place, the longer one
             action = (self.numbers or self.actions)[number]
