@@ -1092,6 +1092,9 @@ def main(args: Args) -> dict[str, float]:
         keeps = draw(
             args.num_tasks, phase.train_sample_expmode, phase.train_sample_keepratio, exp_rng
         )
+        for t in replayed:
+            if t.advice:  # its recorded log-probs belong to this view, so its group takes it, too
+                keeps[t.data_id] = t.keep
         planned = []
         for data_id, task in enumerate(experience_tasks + on_policy_tasks):
             num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
