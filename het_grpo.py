@@ -176,7 +176,7 @@ class Args:
     experience_template: str = TEMPLATE  # stands before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
-    updated_freq: int = 0  # iterations between additions to the pool (0: never)
+    updated_freq: int = 1  # iterations between additions to the pool (0: never)
     val_summarizer_save: bool = False  # add notes about held-out tasks, too: a leak
     summarizer: str | None = None  # file.py:function(episodes, ask) -> list of (topic, text)
     retriever: str | None = None  # file.py:function(question, top_k) -> text
