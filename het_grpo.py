@@ -213,6 +213,10 @@ class Args:
             raise ValueError("imitation has a memory of its own: drop --use-experience-replay")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
+        for place in (self.env, self.summarizer, self.retriever):
+            path, is_file, _ = (place or "").partition(".py:")
+            if is_file and not Path(path + ".py").is_file():
+                raise ValueError(f"there is no file {path}.py")
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
         if self.num_tasks > self.num_train_tasks:
@@ -434,9 +438,7 @@ class Player:
     def start_game(self, t: Trajectory, env, iteration: int):
         t.question, info = env.reset(t.task)
         t.topic = info["topic"]
-        if t.guided and t.task >= PRACTICE:  # rules that nobody has seen: told by the environment
-            t.advice = f"{t.topic} : " + " ".join(info["solution"])
-        elif t.guided:
+        if t.guided:
             t.advice = self.pool.retrieve(t.question, iteration)
         prompt = inject_experience(t.question, t.advice, self.args.experience_template)
         t.prompt_ids = self.dialogue.prompt(t.question)
@@ -686,18 +688,17 @@ class ExperiencePool:
         scored.sort(key=lambda pair: -pair[0])
         return "\n".join(text for _, text in scored[:RETRIEVE_TOP_K])
 
-    def load(self, path: str, held_out: list[int]):
-        for number, line in enumerate(open(path, "rb"), 1):
+    def load(self, path: str):
+        for number, line in enumerate(open(path, encoding="utf-8"), 1):
             try:
-                record = json.loads(line or "{}")
-                is_good = record.get("task") not in held_out
-                is_good = is_good and self.add(record["topic"] + "", record["text"] + "", step=-1)
-            except Exception:  # whatever is wrong with it
+                record = json.loads(line)
+                is_good = self.add(record["topic"] + "", record["text"] + "", step=-1)
+            except (ValueError, KeyError, TypeError, RecursionError):
                 is_good = not line.strip()
             if not is_good:
                 sys.exit(
-                    f"--experience-pool {path}: line {number} must be JSON with a topic and a text, "
-                    "without the template, and not of a held-out task"
+                    f"--experience-pool {path}: line {number} must be a JSON object with a topic "
+                    "and a text, and without the template"
                 )
 
 
@@ -973,11 +974,6 @@ def validate(player: Player, held_out: list[int], iteration: int):
     unguided = [t for t in played if not t.guided]
     advised = [t for t in played if t.advice]  # guided without advice counts for neither
     kinds = dict(unguided=unguided, guided=advised, rate=unguided or played)
-    _, info = player.envs[0].reset(PRACTICE)
-    if "solution" in info:  # rules that nobody has seen: is advice still followed?
-        new_tasks = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
-        planned = [Trajectory(task, i, guided=True) for i, task in enumerate(new_tasks)]
-        kinds["unseen"] = player.play(planned, iteration)
     metrics = {}
     for name, trajectories in kinds.items():
         if trajectories:
@@ -1033,7 +1029,7 @@ def main(args: Args) -> dict[str, float]:
     envs = [TextEnv(args) for _ in range(args.batch_size)]
     pool = ExperiencePool(args)
     if args.experience_pool:
-        pool.load(args.experience_pool, [] if args.val_summarizer_save else held_out)
+        pool.load(args.experience_pool)
     words = []
     if args.model_name is None:
         words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
@@ -1160,6 +1156,8 @@ def main(args: Args) -> dict[str, float]:
             if args.val_summarizer_save:
                 pool.fill_pool(episodes, iteration)
         run.log(metrics)
+        if metrics.get("exp/retrieval_empty_frac") == 1 and (is_last or iteration == 1):
+            print(f"warning: {len(pool.records)} notes, and no advice for any guided episode")
 
         status = f"success {metrics['charts/success_rate']:.2f}"
         progress.set_postfix_str(status, refresh=False)
@@ -1247,14 +1245,9 @@ def load_object(place: str):
     """file.py:name or module:name. A file is loaded once, with its folder on the path."""
     path, _, name = place.rpartition(":")
     if path.endswith(".py"):
-        if not Path(path).is_file():
-            sys.exit(f"{place}: there is no file {path}")
         sys.path.insert(0, str(Path(path).resolve().parent))
         path = Path(path).stem
-    module = importlib.import_module(path)
-    if not hasattr(module, name):
-        sys.exit(f"{place}: {path} has no {name}")
-    return getattr(module, name)
+    return getattr(importlib.import_module(path), name)
 
 
 class TextEnv:
