@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import sys
 import tempfile
@@ -30,6 +31,8 @@ import transformers
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+import distill
+
 import het_grpo as het
 
 STUDY, TUNING = HERE / "het_study.csv", HERE / "het_tuning.csv"
@@ -75,7 +78,7 @@ ARMS = {
     "HET": dict(method="het"),
     "HET + replay": REPLAY,
     "sft": dict(method="sft"),
-    "sd": dict(method="sd"),
+    "sd": dict(method="baseline", val_rollout_expmode="mixed"),  # distill.py
     "sft, newest": dict(method="sft", exp_select_mode="random"),
     "recorded log-probs": dict(method="baseline", replay_old_logp="recorded") | REPLAY,
     "retirement": dict(method="baseline", retire_solved=True) | REPLAY,
@@ -83,8 +86,8 @@ ARMS = {
     "sft, no advice, newest": dict(
         method="sft", train_rollout_expmode="woexp", exp_select_mode="random"
     ),
-    "sft, two shortest": dict(method="sft", max_trajectories_per_task=2),
-    "sd, coefficient 0.3": dict(method="sd", sd_coef=0.3),
+    "sft, two shortest": dict(method="sft"),
+    "sd, coefficient 0.3": dict(method="baseline", val_rollout_expmode="mixed"),
 }
 RIVALS = [
     ("lock", arm) for arm in ("sft", "sft, two shortest", "sd", "sd, coefficient 0.3")
@@ -120,6 +123,36 @@ def options_of(game, arm):
     return options | dict(num_iterations=(rollouts - filled) // per_iteration)
 
 
+class Told:
+    """Advice that is right, about rules that nobody has seen."""
+
+    def __init__(self, env, tasks):
+        self.advice = {}
+        for task in tasks:
+            question, info = env.reset(task)
+            self.advice[question] = f"{info['topic']} : " + " ".join(info["solution"])
+
+    def retrieve(self, question, step):
+        return self.advice[question]
+
+
+def validate_with_unseen(validate):
+    """validate(), and whether the policy still follows advice: eval/success_unseen."""
+
+    def wrapped(player, held_out, iteration):
+        metrics, played = validate(player, held_out, iteration)
+        env = player.envs[0]
+        if "solution" in env.reset(het.PRACTICE)[1]:
+            tasks = range(2 * het.PRACTICE, 2 * het.PRACTICE + math.ceil(len(held_out) / 2))
+            other = het.replace(player, pool=Told(env, tasks))
+            planned = [het.Trajectory(task, i, guided=True) for i, task in enumerate(tasks)]
+            unseen = other.play(planned, iteration)
+            metrics["eval/success_unseen"] = statistics.mean(t.success for t in unseen)
+        return metrics, played
+
+    return wrapped
+
+
 def run(job):
     """One training run -> rows for the CSV."""
     game, arm, (rate, epochs), seed = job
@@ -136,7 +169,7 @@ def run(job):
         return wrapped
 
     def practise(policy, env, dialogue, args):
-        names = "seed env num_families max_turns warm_start_steps".split()
+        names = "seed env max_turns warm_start_steps".split()
         key = hashlib.sha1(
             json.dumps([str(getattr(args, name)) for name in names]).encode()
         ).hexdigest()[:12]
@@ -147,7 +180,11 @@ def run(job):
         policy.load_state_dict(torch.load(path, weights_only=True))
 
     real, het.practise = het.practise, untimed(practise)
-    het.validate, het.Run.close = untimed(het.validate), lambda *args: None
+    het.validate, het.Run.finish = untimed(validate_with_unseen(het.validate)), lambda *args: None
+    if arm.startswith("sd"):
+        distill.install(het, coefficient=0.3 if "0.3" in arm else 1.0)
+    if arm == "sft, two shortest":
+        het.MAX_TRAJECTORIES_PER_TASK = 2
     with tempfile.TemporaryDirectory() as folder:
         options = options_of(game, arm) | dict(learning_rate=rate, update_epochs=epochs, seed=seed)
         options |= dict(
@@ -156,9 +193,9 @@ def run(job):
             eval_every=math.ceil(options["num_iterations"] / EVALUATIONS),
         )
         options |= dict(eval_size=EVAL_SIZE, run_dir=f"{folder}/run")
-        sys.stdout = open("/dev/null", "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
         het.main(het.Args(**options))
-        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl", encoding="utf-8")]
     done, worst, times = [], 0.0, iter(clock["seen"][1:])
     for row in rows:
         worst = max(worst, row.get("ratio/off_p99") or 0.0)
