@@ -41,6 +41,7 @@ Functions that ppo_v1.py has, too, have the same text, with its markers ("# v1: 
     python het_grpo.py --method baseline --use-experience-replay
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -53,7 +54,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -122,20 +123,24 @@ FIXED = {
 
 
 # --- args ---
+RolloutMode = Literal["mixed", "all", "woexp"]
+SampleMode = Literal["keep", "discard", "hybrid"]
+
+
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds weights, task order and sampling; held-out tasks are always the same
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the tiny model, else an accelerator)
+    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
+    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
-    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 50  # iterations between evaluations
     eval_size: int = 480  # number of held-out tasks
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 50  # iterations between checkpoints
-    fsdp: bool = False  # shard weights, gradients and optimizer over the ranks of torchrun
+    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
     # task
     env: str = "lock"  # lock, a Gymnasium id, file.py:Class or module:Class; "game.py:Game(size=5)"
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
@@ -153,7 +158,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
-    learning_rate: float = 1e-3  # highest learning rate; it falls linearly to 0
+    learning_rate: float = 1e-3  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
@@ -164,14 +169,12 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # the first iterations are those of --method sft
     # experience: notes before the question
-    method: Literal["baseline", "ec", "ei", "het", "sft"] | None = None  # None: het
+    method: Literal["baseline", "ec", "ei", "het", "sft"] | None = None  # preset (None: het)
     enable: bool = True  # --no-enable is --method baseline
-    val_rollout_expmode: Literal["mixed", "all", "woexp"] | None = (
-        None  # with advice: part/all/none
-    )
-    train_rollout_expmode: Literal["mixed", "all", "woexp"] | None = None  # the same for training
+    val_rollout_expmode: RolloutMode | None = None  # held-out episodes with advice: part, all, none
+    train_rollout_expmode: RolloutMode | None = None  # training episodes with advice
     rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
-    train_sample_expmode: Literal["keep", "discard", "hybrid"] | None = None  # advice in samples
+    train_sample_expmode: SampleMode | None = None  # advice in training samples: keep, strip, mix
     train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
     experience_template: str = TEMPLATE  # stands before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
@@ -213,10 +216,10 @@ class Args:
             raise ValueError("imitation has a memory of its own: drop --use-experience-replay")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
-        for place in (self.env, self.summarizer, self.retriever):
-            path, is_file, _ = (place or "").partition(".py:")
+        for name in ("env", "summarizer", "retriever"):
+            path, is_file, _ = (getattr(self, name) or "").partition(".py:")
             if is_file and not Path(path + ".py").is_file():
-                raise ValueError(f"there is no file {path}.py")
+                raise ValueError(f"--{name}: there is no file {path}.py")
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
         if self.num_tasks > self.num_train_tasks:
@@ -340,16 +343,24 @@ class Trajectory:
     question: str = ""
     topic: str = ""  # what a note about this episode is about
     advice: str = ""  # what was shown ("": nothing)
-    prompt_ids: list[int] = field(default_factory=list)  # the question alone
-    advised_ids: list[int] = field(default_factory=list)  # the prompt that was read, with advice
-    steps: list = field(default_factory=list)  # ("assistant", sampled ids), ("env", other ids), ...
-    turns: list[dict] = field(default_factory=list)  # action, observation and reward of each turn
-    sampler_logprobs: list[float] = field(default_factory=list)  # one per sampled token
+    prompt_ids: list[int] = dataclasses.field(default_factory=list)  # the question alone
+    advised_ids: list[int] = dataclasses.field(
+        default_factory=list
+    )  # the prompt that was read, with advice
+    steps: list = dataclasses.field(
+        default_factory=list
+    )  # ("assistant", sampled ids), ("env", other ids), ...
+    turns: list[dict] = dataclasses.field(
+        default_factory=list
+    )  # action, observation and reward of each turn
+    sampler_logprobs: list[float] = dataclasses.field(default_factory=list)  # one per sampled token
     reward: float = 0.0
     success: bool = False
     experience: str = ""  # what was done, in words
     is_experience_replay: bool = False
-    old_log_probs: list[float] = field(default_factory=list)  # of the response, when recorded
+    old_log_probs: list[float] = dataclasses.field(
+        default_factory=list
+    )  # of the response, when recorded
     entropy: float = 0.0  # mean over the sampled tokens, when recorded
 
 
@@ -384,8 +395,8 @@ def inject_experience(question: str, advice: str, template: str) -> str:
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
-    which of them have ended.
+    With torch.multinomial the random numbers of a row would depend on the rows before it, and
+    rows leave the batch when their response has ended.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -582,7 +593,7 @@ def group_advantages(rewards, group_ids, adv_std: bool = True):
 
 
 def k3_kl(logp, logq):
-    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    """Estimate of KL(p || q) from samples of p; k3 of joschu.net/blog/kl-approx.html.  -> (B,R)"""
     logratio = (logq - logp).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
@@ -595,7 +606,7 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: where the advantage is negative, max() alone bounds nothing
+    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -1361,12 +1372,12 @@ def practise(policy, env: TextEnv, dialogue, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -1464,8 +1475,9 @@ def load_agent(args, words: list[str]):
 
 
 def transformer_layers(model):
-    """The longest list of modules in a model."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    """The list of modules that holds most of the parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
 # --- run folder ---
@@ -1495,7 +1507,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
         (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
@@ -1535,7 +1547,7 @@ class Run:
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
@@ -1554,9 +1566,10 @@ class Run:
         if self.wandb:
             self.wandb.finish()
 
-        first, last = self.rows[0]["eval/success_rate"], self.rows[-1]["eval/success_rate"]
-        change = f"eval/success_rate {first:.2f} -> {last:.2f}"
-        print(f"{change}, {self.rows[-1]['global_step']} episodes, {self.rows[-1]['time']:.0f} s")
+        rates = [row["eval/success_rate"] for row in self.rows if "eval/success_rate" in row]
+        change = f"{rates[0]:.2f} -> {rates[-1]:.2f}"
+        last_row = self.rows[-1]
+        print(f"success {change}, {last_row['global_step']} episodes, {last_row['time']:.0f} s")
         print(f"curves.png and episodes.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
@@ -1570,17 +1583,20 @@ class ResumeArgs:
 
 
 def parse_args() -> Args:
-    """With --resume the options of the run are the defaults; what is typed changes them."""
+    """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
     path = Path(typed.run_dir or "") / "args.json"
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    args = tyro.cli(Args, description=__doc__, default=Args(**options))
-    for name, value in options.items():
-        if name != "resume" and getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    saved_args = Args()
+    for field in fields(Args):  # not checked yet: what is typed may repair them
+        setattr(saved_args, field.name, saved.get(field.name, field.default))
+    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    for name, value in asdict(args).items():
+        old_value = getattr(saved_args, name)
+        if name != "resume" and value != old_value:
+            print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
 
 
@@ -1612,10 +1628,17 @@ def load_checkpoint(run, policy, optimizer) -> dict:
     run.start_time -= run.rows[-1]["time"]
     if rank() == 0:
         lines = [json.dumps(row) + "\n" for row in run.rows]
-        (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        replace_text(run.dir / "metrics.jsonl", "".join(lines))
     drop_lines_after(run.rows[-1]["global_step"], run.dir / "episodes.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
     return saved["state"]
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def drop_lines_after(global_step: int, path: Path):
@@ -1626,7 +1649,7 @@ def drop_lines_after(global_step: int, path: Path):
             is_whole = line.endswith("\n")  # a kill may have left half a line
             if is_whole and json.loads(line)["global_step"] <= global_step:
                 kept.append(line)
-        path.write_text("".join(kept), encoding="utf-8")
+        replace_text(path, "".join(kept))
 
 
 def save_model(policy, tokenizer, folder: Path):
@@ -1675,11 +1698,13 @@ def init_distributed(device):
     if device.type == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])
         if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: {torch.cuda.device_count()} GPUs, fewer than processes")
+            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")  # torch.distributed has no backend for others
+        if device.type != "cpu":
+            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
+        device = torch.device("cpu")
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one process prints
@@ -1700,16 +1725,17 @@ def shard(policy, device):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):  # add gradients up, like sum_gradients
+        if isinstance(module, FSDPModule):  # sum gradients over ranks: FSDP's default is the mean
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
 
 def sum_gradients(policy):
-    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP has done it."""
+    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP sums by itself."""
     if world_size() > 1 and not isinstance(policy, FSDPModule):
         for parameter in policy.parameters():
-            dist.all_reduce(parameter.grad)
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
 
 
 def sum_over_ranks(tensors):
