@@ -170,7 +170,7 @@ SMALL = dict.fromkeys(
     "--num-iterations 2 --batch-size 8 --num-minibatches 2 --sft-steps 2 --eval-size 4",
 )
 SMALL["het_grpo"] = (
-    "--num-tasks 4 --group-size 4 --num-iterations 2 --num-families 3 --num-rooms 4 --init-exp-tasks 8"
+    "--num-tasks 4 --group-size 4 --num-iterations 2 --num-train-tasks 12 --init-exp-before-training 8"
 )
 SMALL["het_grpo"] += " --eval-size 6"
 SMALL["sac_hybrid"] = (
@@ -196,7 +196,10 @@ WHERE = {  # flags that are allowed with some commands only
     ),
 }
 LOGS_MORE = {  # commands without which a metric of the table is not logged
-    "het_grpo": ["--env game.py:Game --max-turns 1 --use-experience-replay --updated-freq 1"],
+    "het_grpo": [
+        "--env house.py:House --max-turns 2 --max-turn-tokens 2 --use-experience-replay"
+        " --num-iterations 6"
+    ],
     "wsrl_warmup": [
         "--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"
     ],
