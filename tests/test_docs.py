@@ -5,6 +5,7 @@ import difflib
 import importlib
 import json
 import math
+import os
 import pickle
 import re
 import shlex
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -272,7 +274,9 @@ def walk(page, folder):
         )
         words = [flags, SMALL[script], "--device cpu", more * allowed(flags), last]
         words += [f"--run-dir runs/{len(runs)}"] * ("--run-dir" not in flags)
-        args = tyro.cli(module.Args, args=shlex.split(" ".join(words)))
+        ranks = {} if launcher == "python" else {"WORLD_SIZE": "2"}
+        with mock.patch.dict(os.environ, ranks):
+            args = tyro.cli(module.Args, args=shlex.split(" ".join(words)))
         if launcher != "python":
             continue
         metrics = module.main(args)
