@@ -10,7 +10,7 @@ plays each task several times, and an episode is judged against the others of it
 
     pool = notes about a first round of episodes                      fill_pool
     repeat:
-        choose B tasks; some come with a recorded success             ExperienceMixCollateFn
+        choose tasks; some come with a recorded success               ExperienceMixCollateFn
         play n episodes of each task, half of them with advice        play
         put each completion behind a prompt: a training sample        training_prompt  <- HET
         measure the log-probs of the completion behind that prompt    compute_log_prob
@@ -29,13 +29,13 @@ training sample: the prompt that was read, or the question alone. --method says 
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, which may have
 no success otherwise: --use-experience-replay.
 
-What differs from the GRPO paper: a higher upper clip, a dual clip, one mean over all tokens of a
-minibatch, no KL penalty, no length normalization per response.
+What differs from the GRPO paper: a higher upper clip, a dual clip, no KL penalty, and one mean over
+all tokens of a minibatch instead of a mean per response.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
 The algorithm comes first and ends with `main`; environments, models and logging stand below it.
-Functions that ppo_v1.py has, too, have the same text, with its markers ("# v1: ...").
+Functions that ppo_v1.py has, too, are equal word for word; "# v1: ..." are its markers.
 
     python het_grpo.py                                       # twelve locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -79,46 +79,24 @@ RETRIEVE_TOP_K = 3  # notes per question
 MAX_NOTES = 1_000  # the oldest notes are dropped
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
-PRACTICE = 1_000_000  # tasks from here on have rules of their own, for practice
+PRACTICE = 1_000_000  # tasks from here on are for practice: an environment gives them other rules
 
-METHODS = {  # what each method sets; options in its FIXED list cannot be changed
+METHODS = {  # what --method sets: episodes with advice, advice in samples, share that keeps it
     "baseline": dict(
-        val_rollout_expmode="woexp",
-        train_rollout_expmode="woexp",
-        train_sample_expmode="keep",
-        train_sample_keepratio=1.0,
+        train_rollout_expmode="woexp", train_sample_expmode="keep", train_sample_keepratio=1.0
     ),
     "ec": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="keep",
-        train_sample_keepratio=1.0,
+        train_rollout_expmode="mixed", train_sample_expmode="keep", train_sample_keepratio=1.0
     ),
     "ei": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="discard",
-        train_sample_keepratio=0.0,
+        train_rollout_expmode="mixed", train_sample_expmode="discard", train_sample_keepratio=0.0
     ),
     "het": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="hybrid",
-        train_sample_keepratio=0.5,
+        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
     ),
     "sft": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="hybrid",
-        train_sample_keepratio=0.5,
+        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
     ),
-}
-FIXED = {
-    "baseline": ["train_rollout_expmode", "train_sample_expmode", "train_sample_keepratio"],
-    "ec": ["train_sample_expmode", "train_sample_keepratio"],
-    "ei": ["train_sample_expmode", "train_sample_keepratio"],
-    "het": ["train_sample_expmode"],
-    "sft": [],
 }
 
 
@@ -142,7 +120,9 @@ class Args:
     save_every: int = 50  # iterations between checkpoints
     fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
     # task
-    env: str = "lock"  # lock, a Gymnasium id, file.py:Class or module:Class; "game.py:Game(size=5)"
+    env: str = (
+        "lock"  # lock, a Gymnasium id, module:Class, file.py:Class or file.py:Class{"size": 5}
+    )
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
     success_reward: float = 1.0  # success: the episode ended and the environment gave this much
@@ -213,7 +193,7 @@ class Args:
             raise ValueError("--method baseline does not read --experience-pool")
         imitates = self.method == "sft" or self.imitate_iterations > 0
         if imitates and self.use_experience_replay:
-            raise ValueError("imitation has a memory of its own: drop --use-experience-replay")
+            raise ValueError("imitation cannot be combined with --use-experience-replay")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
         for name in ("env", "summarizer", "retriever"):
@@ -240,15 +220,18 @@ class Args:
             raise ValueError("--fsdp needs torchrun with two processes or more")
 
     def fill_in_method(self):
-        """Options of the method that were not given. What contradicts the method is an error."""
+        """Set the options of the method, unless they were given. A contradiction is an error."""
         for name, value in METHODS[self.method].items():
             given = getattr(self, name)
+            is_free = self.method == "sft" or (self.method == "het" and "ratio" in name)
             if given is None:
                 setattr(self, name, value)
-            elif given != value and name in FIXED[self.method]:
+            elif given != value and not is_free and given != "all":
                 raise ValueError(f"--method {self.method} contradicts --{name.replace('_', '-')}")
-        if self.method in ("ec", "ei", "het") and self.train_rollout_expmode == "woexp":
-            raise ValueError(f"--method {self.method} contradicts --train-rollout-expmode woexp")
+        if self.method == "baseline" and self.train_rollout_expmode == "all":
+            raise ValueError("--method baseline contradicts --train-rollout-expmode")
+        if self.val_rollout_expmode is None:
+            self.val_rollout_expmode = "woexp" if self.method == "baseline" else "mixed"
 
     @property
     def batch_size(self) -> int:
@@ -330,6 +313,10 @@ def compute_log_prob(policy, batch: dict, args):
 
 
 # --- rollout ---
+def empty_list():
+    return dataclasses.field(default_factory=list)
+
+
 @dataclass
 class Trajectory:
     """One episode. Token ids are stored as they were sampled; no text is tokenized again."""
@@ -343,24 +330,16 @@ class Trajectory:
     question: str = ""
     topic: str = ""  # what a note about this episode is about
     advice: str = ""  # what was shown ("": nothing)
-    prompt_ids: list[int] = dataclasses.field(default_factory=list)  # the question alone
-    advised_ids: list[int] = dataclasses.field(
-        default_factory=list
-    )  # the prompt that was read, with advice
-    steps: list = dataclasses.field(
-        default_factory=list
-    )  # ("assistant", sampled ids), ("env", other ids), ...
-    turns: list[dict] = dataclasses.field(
-        default_factory=list
-    )  # action, observation and reward of each turn
-    sampler_logprobs: list[float] = dataclasses.field(default_factory=list)  # one per sampled token
+    prompt_ids: list[int] = empty_list()  # the question alone
+    advised_ids: list[int] = empty_list()  # the prompt that was read, with advice
+    steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
+    turns: list[dict] = empty_list()  # action, observation and reward of each turn
+    sampler_logprobs: list[float] = empty_list()  # one per sampled token
     reward: float = 0.0
     success: bool = False
     experience: str = ""  # what was done, in words
     is_experience_replay: bool = False
-    old_log_probs: list[float] = dataclasses.field(
-        default_factory=list
-    )  # of the response, when recorded
+    old_log_probs: list[float] = empty_list()  # of the response, when recorded
     entropy: float = 0.0  # mean over the sampled tokens, when recorded
 
 
@@ -415,13 +394,13 @@ def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=Non
     tokens = []
     logprobs = []
     has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    for t in range(max_tokens):
+    for place in range(max_tokens):
         logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
         logits = logits[:, 0]  # (B,V)
         if uniforms is None:
             token = logits.argmax(-1)
         else:
-            token = sample_token(logits, uniforms[:, t])
+            token = sample_token(logits, uniforms[:, place])
         tokens.append(token.where(~has_ended, -1))
         logprobs.append(logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1))
         has_ended |= torch.isin(token, policy.eos_ids)
@@ -446,11 +425,11 @@ class Player:
     dialogue: "Dialogue"
     args: Args
 
-    def start_game(self, t: Trajectory, env, iteration: int):
+    def start_game(self, t: Trajectory, env, retrieve, iteration: int):
         t.question, info = env.reset(t.task)
         t.topic = info["topic"]
         if t.guided:
-            t.advice = self.pool.retrieve(t.question, iteration)
+            t.advice = retrieve(t.question, iteration)
         prompt = inject_experience(t.question, t.advice, self.args.experience_template)
         t.prompt_ids = self.dialogue.prompt(t.question)
         t.advised_ids = self.dialogue.prompt(prompt)
@@ -472,8 +451,9 @@ class Player:
 
     def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
         """As many episodes as there are environments, one turn of all of them at a time."""
+        retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
         for t, env in zip(trajectories, self.envs, strict=False):
-            self.start_game(t, env, iteration)
+            self.start_game(t, env, retrieve, iteration)
         playing = list(range(len(trajectories)))
         num_tokens = self.args.max_turn_tokens
         for turn in range(self.args.max_turns):
