@@ -363,6 +363,22 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
     return [i in chosen for i in range(count)]
 
 
+def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
+    """The episodes of each task's group that are to be played; replayed members take a place."""
+    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
+    for t in replayed:
+        if t.advice:  # recorded log-probs belong to the prompt of then, so the group keeps to it
+            keeps[t.data_id] = t.keep
+    planned = []
+    for data_id, task in enumerate(tasks):
+        num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
+        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
+        for i in range(num_fresh):
+            t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
+            planned.append(t)
+    return planned
+
+
 def inject_experience(question: str, advice: str, template: str) -> str:
     """Not str.format: the texts may contain braces."""
     if not advice:
@@ -847,7 +863,7 @@ def options_of_phase(args, iteration: int):
     """--imitate-iterations: the first iterations have the options of --method sft."""
     if iteration > args.imitate_iterations:
         return args
-    return replace(args, method="sft", imitate_iterations=0, **METHODS["sft"])
+    return replace(args, method="sft", enable=True, imitate_iterations=0, **METHODS["sft"])
 
 
 def draw_successes(manager, args, rng) -> list[Trajectory]:
@@ -1047,6 +1063,7 @@ def main(args: Args) -> dict[str, float]:
     if args.resume and (run.dir / "checkpoint.pt").exists():
         state = load_checkpoint(run, policy, optimizer)
         pool.records = state["pool"]
+        pool.num_failed_calls = state["num_failed_calls"]
         manager.load_state_dict(state["manager"])
         metrics = run.rows[-1]
         episodes = []
@@ -1076,19 +1093,8 @@ def main(args: Args) -> dict[str, float]:
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
 
         # 2. play the other episodes of each group, some of them with advice
-        keeps = draw(
-            args.num_tasks, phase.train_sample_expmode, phase.train_sample_keepratio, exp_rng
-        )
-        for t in replayed:
-            if t.advice:  # its recorded log-probs belong to this view, so its group takes it, too
-                keeps[t.data_id] = t.keep
-        planned = []
-        for data_id, task in enumerate(experience_tasks + on_policy_tasks):
-            num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-            guided = draw(num_fresh, phase.train_rollout_expmode, args.rollout_expratio, exp_rng)
-            for i in range(num_fresh):
-                t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
-                planned.append(t)
+        tasks_of_groups = experience_tasks + on_policy_tasks
+        planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
         fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
         state["global_step"] += len(fresh)
 
@@ -1158,7 +1164,10 @@ def main(args: Args) -> dict[str, float]:
 
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
-            state |= dict(iteration=iteration, pool=pool.records, manager=manager.state_dict())
+            state["iteration"] = iteration
+            state["pool"] = pool.records
+            state["num_failed_calls"] = pool.num_failed_calls
+            state["manager"] = manager.state_dict()
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
@@ -1193,7 +1202,10 @@ def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
     if not comparable.any():
         return {}
     difference = (batch["logprobs"] - batch["sampler_logprobs"]).abs()
-    return {"rollout/logprob_mismatch": masked_mean(difference, comparable).item()}
+    mismatch = masked_mean(difference, comparable).item()
+    if mismatch > 0.1 and iteration == 1:
+        sys.exit("the cached steps of this model do not agree with its forward pass")
+    return {"rollout/logprob_mismatch": mismatch}
 
 
 # --- task: environments ---
