@@ -652,17 +652,21 @@ class ExperiencePool:
         return True
 
     def fill_pool(self, trajectories: list[Trajectory], step: int):
-        """Ask the summarizer for notes about episodes. If it fails, the run goes on without."""
+        """Add what the summarizer writes about these episodes. One process asks it."""
         notes = None
         if rank() == 0:
-            episodes = [episode_of(t) for t in trajectories]
-            notes = call_within_limit(self.summarizer, episodes, self.ask)
-        notes = gather_objects(notes)[0]
+            notes = self.summarize(trajectories)
+        for topic, text in gather_objects(notes)[0]:
+            self.add(topic, text, step)
+
+    def summarize(self, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+        episodes = [episode_of(t) for t in trajectories]
+        notes = call_within_limit(self.summarizer, episodes, self.ask)
         try:
-            for topic, text in notes:
-                self.add(topic + "", text + "", step)
-        except (TypeError, ValueError):  # not pairs of texts
+            return [(topic + "", text + "") for topic, text in notes]
+        except (TypeError, ValueError):  # an error, or not pairs of texts
             self.count_failure("--summarizer", notes)
+            return []
 
     def retrieve(self, question: str, step: int) -> str:
         """Advice for a question, "" if there is none."""

@@ -596,6 +596,18 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
         assert len(metrics_without_times(tmp_path / "two")) == 4
 
 
+def test_one_rank_asks_the_summarizer_and_an_error_that_cannot_be_sent_is_counted(tmp_path):
+    """An HTTPError holds an open file: it must not travel between processes."""
+    (tmp_path / "notes.py").write_text(
+        "import os\n\n\ndef fails(episodes, ask):\n"
+        "    error = OSError('no network')\n    error.file = open(__file__)\n    raise error\n"
+    )
+    options = dict(summarizer=f"{tmp_path}/notes.py:fails", updated_freq=1, num_iterations=2)
+    assert two_ranks(lambda rank: run(tmp_path / "two", **options)) == [0, 0]
+    rows = metrics_without_times(tmp_path / "two")
+    assert [row["exp/failed_calls"] for row in rows[1:]] == [2, 3]
+
+
 # --- environments ---
 def test_what_an_environment_hears_and_says(monkeypatch):
     monkeypatch.undo()
