@@ -1181,9 +1181,9 @@ def main(args: Args) -> dict[str, float]:
     progress.close()
     save_model(policy, tokenizer, run.dir / "final_model")
     print_episodes(episodes)
-    panels = {"success without advice": ["success/unguided", "eval/success_unguided"]}
+    panels = {"success without advice (share)": ["success/unguided", "eval/success_unguided"]}
     if args.uses_pool:
-        panels["success with advice"] = ["success/guided", "eval/success_guided"]
+        panels["success with advice (share)"] = ["success/guided", "eval/success_guided"]
     panels["entropy (nats per token)"] = ["losses/entropy"]
     run.finish(panels)
     return metrics
