@@ -108,8 +108,8 @@ SampleMode = Literal["keep", "discard", "hybrid"]
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
-    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
+    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 50  # iterations between evaluations
@@ -120,9 +120,7 @@ class Args:
     save_every: int = 50  # iterations between checkpoints
     fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
     # task
-    env: str = (
-        "lock"  # lock, a Gymnasium id, module:Class, file.py:Class or file.py:Class{"size": 5}
-    )
+    env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
     success_reward: float = 1.0  # success: the episode ended and the environment gave this much
@@ -138,7 +136,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
-    learning_rate: float = 1e-3  # highest learning rate; by default it falls linearly to 0
+    learning_rate: float = 1e-3  # highest learning rate; the default schedule is linear to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
@@ -390,8 +388,8 @@ def inject_experience(question: str, advice: str, template: str) -> str:
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    With torch.multinomial the random numbers of a row would depend on the rows before it, and
-    rows leave the batch when their response has ended.
+    A response depends on its own row of uniform numbers only. With torch.multinomial it would also
+    depend on which other rows are still in the batch.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -1368,7 +1366,7 @@ def practise(policy, env: TextEnv, dialogue, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
+    """auto is an available accelerator, but the CPU for what is built in: that is small."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1490,7 +1488,7 @@ def print_episodes(trajectories: list[Trajectory]):
 
 
 class Run:
-    """The folder of a run: args.json, metrics.jsonl, episodes.jsonl; summary.json, curves.png."""
+    """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1585,14 +1583,17 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = Args()
-    for field in fields(Args):  # not checked yet: what is typed may repair them
+    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
     for name, value in asdict(args).items():
         old_value = getattr(saved_args, name)
-        if name != "resume" and value != old_value:
-            print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+        if name == "resume" or value == old_value:
+            continue
+        if name in ("seed", "task", "model_name", "batch_size"):
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
+        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
 
 
@@ -1658,7 +1659,7 @@ def save_model(policy, tokenizer, folder: Path):
 
 
 class Signals:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
+    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
 
     def __init__(self):
         self.received = False
@@ -1715,7 +1716,7 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay whole until the backward pass: sampling needs no communication."""
+    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
