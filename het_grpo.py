@@ -43,7 +43,7 @@ Functions that ppo_v1.py has, too, are equal word for word; "# v1: ..." are its 
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -53,7 +53,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -537,22 +537,30 @@ def pad(rows: list[list], side: str = "right"):
 
 def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
     """The batch of tensors that is described above `Policy`."""
-    samples = [tokenize_steps(t.steps, t.is_experience_replay) for t in trajectories]
-    prompts = pad([training_prompt(t) for t in trajectories], "left")
-    ids = torch.cat([prompts, pad([sample["response_ids"] for sample in samples])], 1)
-    response_mask = pad([sample["response_mask"] for sample in samples]).clamp(min=0)
-    off_policy = torch.tensor([[get_extra(t)["off_policy"]] for t in trajectories])
+    columns = defaultdict(list)
+    for t in trajectories:
+        sample = tokenize_steps(t.steps, t.is_experience_replay)
+        columns["prompt_ids"].append(training_prompt(t))
+        columns["response_ids"].append(sample["response_ids"])
+        columns["response_mask"].append(sample["response_mask"])
+        columns["replay_mask"].append(sample["replay_mask"])
+        columns["off_policy"].append([get_extra(t)["off_policy"]])
+        columns["rewards"].append(float(t.reward))
+        columns["successes"].append(float(t.success))
+        columns["group_ids"].append(t.data_id)
+    ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
+    response_mask = pad(columns["response_mask"]).clamp(min=0)
     batch = dict(
         ids=ids.clamp(min=0),
         mask=(ids >= 0).long(),
         response_mask=response_mask,
-        exp_mask=response_mask * off_policy,
-        replay_mask=pad([sample["replay_mask"] for sample in samples]).clamp(min=0),
+        exp_mask=response_mask * torch.tensor(columns["off_policy"]),
+        replay_mask=pad(columns["replay_mask"]).clamp(min=0),
         sampler_logprobs=torch.zeros(response_mask.shape),
         recorded_old_log_probs=torch.zeros(response_mask.shape),
-        rewards=torch.tensor([float(t.reward) for t in trajectories]),
-        successes=torch.tensor([float(t.success) for t in trajectories]),
-        group_ids=torch.tensor([t.data_id for t in trajectories]),
+        rewards=torch.tensor(columns["rewards"]),
+        successes=torch.tensor(columns["successes"]),
+        group_ids=torch.tensor(columns["group_ids"]),
     )
     for i, t in enumerate(trajectories):
         is_sampled = response_mask[i] == 1
@@ -983,30 +991,33 @@ def validate(player: Player, held_out: list[int], iteration: int):
     unguided = [t for t in played if not t.guided]
     advised = [t for t in played if t.advice]  # guided without advice counts for neither
     kinds = dict(unguided=unguided, guided=advised, rate=unguided or played)
-    metrics = {}
+    metrics = {"eval/episodic_return": fmean([t.reward for t in kinds["rate"]])}
     for name, trajectories in kinds.items():
         if trajectories:
             metrics[f"eval/success_{name}"] = fmean([t.success for t in trajectories])
-    metrics["eval/episodic_return"] = fmean([t.reward for t in kinds["rate"]])
     return metrics, played
 
 
-def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory], args) -> dict:
-    """A kind of episode that the batch does not have gets no number."""
-    groups = [[t.success for t in fresh if t.data_id == i] for i in range(args.num_tasks)]
-    values = {
-        "charts/success_rate": [t.success for t in fresh],
-        "charts/episodic_return": [t.reward for t in fresh],
-        "charts/episodic_length": [len(t.turns) for t in fresh],
-        "success/guided": [t.success for t in fresh if t.advice],
-        "success/unguided": [t.success for t in fresh if not t.advice],
-        "exp/off_frac": [get_extra(t)["off_policy"] for t in fresh + replayed],
-        "exp/retrieval_empty_frac": [not t.advice for t in fresh if t.guided],
-        "groups/all_fail": [not any(group) for group in groups],
-        "groups/all_success": [all(group) for group in groups],
-        "groups/rescued": [not any(groups[t.data_id]) for t in replayed],
-    }
-    return {name: fmean(x) for name, x in values.items() if x}
+def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory]) -> dict:
+    """Means over the episodes of a batch. A kind of episode that it does not have gets no number."""
+    values = defaultdict(list)
+    groups = defaultdict(list)
+    for t in fresh:
+        groups[t.data_id].append(t.success)
+        values["charts/success_rate"].append(t.success)
+        values["charts/episodic_return"].append(t.reward)
+        values["charts/episodic_length"].append(len(t.turns))
+        values["success/guided" if t.advice else "success/unguided"].append(t.success)
+        if t.guided:
+            values["exp/retrieval_empty_frac"].append(not t.advice)
+    for t in fresh + replayed:
+        values["exp/off_frac"].append(get_extra(t)["off_policy"])
+    for group in groups.values():
+        values["groups/all_fail"].append(not any(group))
+        values["groups/all_success"].append(all(group))
+    for t in replayed:
+        values["groups/rescued"].append(not any(groups[t.data_id]))
+    return {name: fmean(x) for name, x in values.items()}
 
 
 def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], iteration: int) -> dict:
@@ -1144,7 +1155,7 @@ def main(args: Args) -> dict[str, float]:
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
-        metrics |= rollout_metrics(fresh, replayed, args) | mismatch | losses
+        metrics |= rollout_metrics(fresh, replayed) | mismatch | losses
         if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
         is_last = iteration == args.num_iterations
@@ -1246,13 +1257,22 @@ class LockEnv:
 
 
 @functools.cache
+def load_module(path: str):
+    """A file is loaded once, with its folder on the path for imports of its own."""
+    if not path.endswith(".py"):
+        return importlib.import_module(path)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_object(place: str):
-    """file.py:name or module:name. A file is loaded once, with its folder on the path."""
+    """file.py:name or module:name"""
     path, _, name = place.rpartition(":")
-    if path.endswith(".py"):
-        sys.path.insert(0, str(Path(path).resolve().parent))
-        path = Path(path).stem
-    return getattr(importlib.import_module(path), name)
+    return getattr(load_module(path), name)
 
 
 class TextEnv:

@@ -23,7 +23,7 @@ def page(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     for name in ("house", "seams"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    het.load_object.cache_clear()
+    het.load_module.cache_clear()
     text = (ROOT / "docs" / "het_grpo.md").read_text(encoding="utf-8")
     for name, block in re.findall(r"Save this as `(\w+\.\w+)`:\n\n```\w+\n(.*?)```", text, re.S):
         (tmp_path / name).write_text(block, encoding="utf-8")

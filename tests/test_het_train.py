@@ -670,7 +670,7 @@ def environment(folder, monkeypatch, words):
     monkeypatch.setattr("sys.path", [*sys.path])
     for name in ("sibling", "game"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    het.load_object.cache_clear()
+    het.load_module.cache_clear()
     (folder / "sibling.py").write_text(f"loaded = []\nresets = []\nwords = {words!r}\n")
     (folder / "game.py").write_text(ENVIRONMENT)
     return f"{folder / 'game.py'}:Game"
@@ -684,6 +684,14 @@ def test_an_environment_file_is_loaded_once_with_its_folder_and_arguments(tmp_pa
     sibling = sys.modules["sibling"]
     assert sum(sibling.loaded) == 1, "for all of its environments"
     assert run(tmp_path / "small", env=env, max_turns=2)["charts/success_rate"] == 0
+
+
+def test_a_file_may_have_the_name_of_a_module(tmp_path):
+    """import_module("queue") would give the one of the standard library."""
+    (tmp_path / "queue.py").write_text("def notes(episodes, ask):\n    return [('a', 'b')]\n")
+    pool = het.ExperiencePool(het.Args(summarizer=f"{tmp_path}/queue.py:notes"))
+    pool.fill_pool([], 0)
+    assert pool.records == [dict(topic="a", text="b", step=0)]
 
 
 def test_a_model_of_ones_own_is_not_practised_with(chat_model, tmp_path, monkeypatch):
