@@ -108,7 +108,7 @@ SampleMode = Literal["keep", "discard", "hybrid"]
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -1036,7 +1036,7 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
 
 # --- main ---
 def main(args: Args) -> dict[str, float]:
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+    if args.run_dir and Path(args.run_dir).exists() and not is_resumable(args):
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
@@ -1071,7 +1071,6 @@ def main(args: Args) -> dict[str, float]:
     uniforms_shape = (args.group_size, args.max_turns * args.max_turn_tokens)
 
     run = Run(args)
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
     state = dict(iteration=0, global_step=0)
     if args.resume and (run.dir / "checkpoint.pt").exists():
         state = load_checkpoint(run, policy, optimizer)
@@ -1080,21 +1079,23 @@ def main(args: Args) -> dict[str, float]:
         manager.load_state_dict(state["manager"])
         metrics = run.rows[-1]
         episodes = []
-        progress.update(state["iteration"])
     else:
         if args.uses_pool and args.init_exp_before_training:
             played = play_first_tasks(player, tasks, uniforms_shape)
             pool.fill_pool(played, step=-1)
             state["global_step"] = len(played)
         metrics, episodes = validate(player, held_out, iteration=0)
+        drop_lines_after(-1, run.dir / "metrics.jsonl")
         drop_lines_after(-1, run.dir / "episodes.jsonl")
         run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
         run.log_episodes(state["global_step"], episodes)
     signals = Signals()
-
-    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+    done = state["iteration"]
+    progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
+    for iteration in range(done + 1, args.num_iterations + 1):
         start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        # The random numbers of an iteration depend on the seed and the iteration only.
+        torch.manual_seed(args.seed * 1_000_003 + iteration)
         exp_rng = random.Random(f"{args.seed}/{iteration}/e")
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
@@ -1190,11 +1191,7 @@ def main(args: Args) -> dict[str, float]:
     progress.close()
     save_model(policy, tokenizer, run.dir / "final_model")
     print_episodes(episodes)
-    panels = {"success without advice (share)": ["success/unguided", "eval/success_unguided"]}
-    if args.uses_pool:
-        panels["success with advice (share)"] = ["success/guided", "eval/success_guided"]
-    panels["entropy (nats per token)"] = ["losses/entropy"]
-    run.finish(panels)
+    run.finish()
     return metrics
 
 
@@ -1507,6 +1504,13 @@ def print_episodes(trajectories: list[Trajectory]):
         print(episode_of(t)["text"])
 
 
+PANELS = {  # of curves.png: label of the y-axis, metrics
+    "success without advice (share)": ["success/unguided", "eval/success_unguided"],
+    "success with advice (share)": ["success/guided", "eval/success_guided"],
+    "entropy (nats per token)": ["losses/entropy"],
+}
+
+
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
@@ -1520,9 +1524,9 @@ class Run:
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
-        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
+        config["torch"] = torch.__version__
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 
@@ -1554,7 +1558,7 @@ class Run:
                 row = dict(global_step=global_step) | episode_of(t)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         if rank() > 0:  # v1: distributed
             return
@@ -1564,9 +1568,12 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
+        logged = set().union(*self.rows)
+        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, xlabel="episodes played", ylabel=ylabel)
+        axes = figure.subplots(1, len(panels))
+        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+            axis.set(xlabel="episodes played", ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
@@ -1596,6 +1603,19 @@ class ResumeArgs:
     resume: bool = False
 
 
+FIXED_OPTIONS = """seed env num_train_tasks eval_size model_name chat_template system_prompt
+    warm_start_steps num_tasks group_size experience_template""".split()
+
+
+def is_resumable(args) -> bool:
+    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
+    path = Path(args.run_dir) / "args.json"
+    if not args.resume or not path.exists():
+        return args.resume
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("script") == Path(__file__).stem
+
+
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
@@ -1611,7 +1631,7 @@ def parse_args() -> Args:
         old_value = getattr(saved_args, name)
         if name == "resume" or value == old_value:
             continue
-        if name in ("seed", "task", "model_name", "batch_size"):
+        if name in FIXED_OPTIONS:
             sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
         print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
@@ -1684,10 +1704,11 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python handles signals in the main thread only
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
+        except ValueError:
+            pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
         self.received = True
