@@ -189,6 +189,8 @@ class Args:
             raise ValueError(f"--method {self.method} contradicts --no-enable")
         if self.experience_pool and not self.uses_pool:
             raise ValueError("--method baseline does not read --experience-pool")
+        if self.experience_pool and not Path(self.experience_pool).is_file():
+            raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
         imitates = self.method == "sft" or self.imitate_iterations > 0
         if imitates and self.use_experience_replay:
             raise ValueError("imitation cannot be combined with --use-experience-replay")
@@ -218,18 +220,24 @@ class Args:
             raise ValueError("--fsdp needs torchrun with two processes or more")
 
     def fill_in_method(self):
-        """Set the options of the method, unless they were given. A contradiction is an error."""
-        for name, value in METHODS[self.method].items():
-            given = getattr(self, name)
-            is_free = self.method == "sft" or (self.method == "het" and "ratio" in name)
-            if given is None:
+        """Set the options of the method that were not given. A contradiction is an error."""
+        preset = METHODS[self.method]
+        for name, value in preset.items():
+            if getattr(self, name) is None:
                 setattr(self, name, value)
-            elif given != value and not is_free and given != "all":
-                raise ValueError(f"--method {self.method} contradicts --{name.replace('_', '-')}")
-        if self.method == "baseline" and self.train_rollout_expmode == "all":
-            raise ValueError("--method baseline contradicts --train-rollout-expmode")
         if self.val_rollout_expmode is None:
             self.val_rollout_expmode = "woexp" if self.method == "baseline" else "mixed"
+        plays_with_advice = self.train_rollout_expmode != "woexp"
+        other_mode = self.train_sample_expmode != preset["train_sample_expmode"]
+        other_ratio = self.train_sample_keepratio != preset["train_sample_keepratio"]
+        contradictions = {
+            "--train-rollout-expmode": plays_with_advice == (self.method == "baseline"),
+            "--train-sample-expmode": other_mode,
+            "--train-sample-keepratio": other_ratio and self.method != "het",
+        }
+        for option, is_contradiction in contradictions.items():
+            if is_contradiction and self.method != "sft":
+                raise ValueError(f"--method {self.method} contradicts {option}")
 
     @property
     def batch_size(self) -> int:
@@ -706,7 +714,7 @@ class ExperiencePool:
         return "\n".join(text for _, text in scored[:RETRIEVE_TOP_K])
 
     def load(self, path: str):
-        for number, line in enumerate(open(path, encoding="utf-8"), 1):
+        for number, line in enumerate(open(path, "rb"), 1):
             try:
                 record = json.loads(line)
                 is_good = self.add(record["topic"] + "", record["text"] + "", step=-1)

@@ -119,13 +119,15 @@ def test_the_pool_has_a_cap_no_doubles_and_refuses(monkeypatch):
         ('{"topic": "a"}', False),
         ('{"topic": "a", "text": 3}', False),
         ("[1, 2]", False),
+        (b"\xff\xfe", False),
     ]
     + [("[" * 100_000, False), ('{"topic": "a", "text": "one\u2028line"}', True), ("", True)]
     + [(json.dumps(dict(topic="a", text=NASTY)), True)],
 )
 def test_pool_file(line, fine, tmp_path):
     path = tmp_path / "pool.jsonl"
-    path.write_text(json.dumps(dict(topic="a", text="b")) + "\n" + line + "\n", encoding="utf-8")
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(json.dumps(dict(topic="a", text="b")).encode() + b"\n" + line + b"\n")
     pool, _ = pool_of()
     if fine:
         pool.load(path)

@@ -171,7 +171,8 @@ BAD = {  # flags that make no sense, options that would be ignored among them; t
         --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard
         --method baseline --train-rollout-expmode all | --method ei --train-sample-keepratio 0.5
         --method het --no-enable | --method baseline --experience-pool x | --method sft --use-experience-replay
-        --num-train-tasks 7 | --chat-template | --fsdp | --env absent.py:Game | --summarizer absent.py:name""",
+        --num-train-tasks 7 | --chat-template | --fsdp | --env absent.py:Game | --summarizer absent.py:name
+        --experience-pool absent.jsonl""",
     "sac_hybrid": """--lr 0 | --max-steps 0 | --tau 1.5 | --seed -1 | --gamma nan | --resume
         --num-critics 1 --num-sampled-critics 2 | --num-demos 0 --algorithm bc | --env-id Pendulum-v1 --human expert""",
     "wsrl_warmup": """--offline-decay-rate 1.5 | --batch-size 0 | --preset nonsense | --lr nan | --resume
