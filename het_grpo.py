@@ -1,42 +1,62 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = ["torch==2.13.0", "gymnasium==1.4.0", "transformers==5.22.2", "tyro==1.0.16",
-#   "wandb==0.31.0", "tqdm==4.70.1", "matplotlib==3.11.2", "tokenizers==0.23.3"]
+#     "wandb==0.31.0", "tqdm==4.70.1", "matplotlib==3.11.2", "tokenizers==0.23.3"]
 # ///
-"""het_grpo.py - GRPO agents (arXiv:2402.03300) with hybrid experience training and replay.
+"""GRPO agents (arXiv:2402.03300) with hybrid experience training and trajectory replay.
 
-An agent plays a text game over several turns and learns from groups of rollouts of one task.
-Two kinds of experience help it; with both off this is plain GRPO, bit for bit:
-    text experience    - what worked before stands in front of the question in part of a group's
-                         rollouts; in training samples it is kept, stripped, or mixed by task
-                         (AgentEvolver, arXiv:2511.10395): --method, `prompt_of`
-    trajectory replay  - recorded successes come back into their task's group, which may have none
-                         (ExGRPO, arXiv:2510.02245; LUFFY, arXiv:2504.14945): `ExperienceManager`
-Rivals on the same views: --method sft imitates the run's own successes; --method sd lets advice
-teach the policy that has none (SDPO, arXiv:2601.20802).
-Simplified on purpose: no vLLM, no LoRA; an experience is what a success did, nobody rewrites it.
-Shapes: B rollouts in groups of n, P prompt tokens, R tokens of all turns, V vocabulary.
+A language model plays a text game over several turns. A task is one start of the game. The model
+plays each task several times, and an episode is judged against the others of its group.
 
-    python het_grpo.py                                          # locks, CPU, about a minute
+    pool = notes about a first round of episodes                      fill_pool
+    repeat:
+        choose tasks; some come with a recorded success               ExperienceMixCollateFn
+        play n episodes of each task, half of them with advice        play
+        put each completion behind a prompt: a training sample        training_prompt  <- HET
+        measure the log-probs of the completion behind that prompt    compute_log_prob
+        advantage = (reward - mean of the group) / std of the group   group_advantages
+        several epochs of clipped policy-gradient steps               grpo_update
+        pool += notes about the new episodes                          fill_pool
+
+Advice is a note from the pool that stands before the question. Hybrid experience training
+(AgentEvolver, arXiv:2511.10395) decides which prompt a completion stands behind when it becomes a
+training sample: the prompt that was read, or the question alone. --method says which:
+    baseline  no advice: GRPO
+    ec        the advice stays (the policy learns to use it)
+    ei        the advice is stripped (the policy learns to do without it)
+    het       drawn for each task: half of the tasks keep it, half strip it
+    sft       the simple rival: imitate the run's own successes, kept or stripped at random
+Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, which may have
+no success otherwise: --use-experience-replay.
+
+What differs from the GRPO paper: a higher upper clip, a dual clip, no KL penalty, and one mean over
+all tokens of a minibatch instead of a mean per response.
+
+Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
+(right-padded; the environment's tokens are among them, without loss), V vocabulary.
+The algorithm comes first and ends with `main`; environments, models and logging stand below it.
+Functions that ppo_v1.py has, too, are equal word for word; "# v1: ..." are its markers.
+
+    python het_grpo.py                                       # twelve locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
-    torchrun --nproc-per-node 2 het_grpo.py                     # two processes
 """
 
-import copy
+import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
 import random
 import re
-import runpy
-import shutil
 import signal
 import sys
+import threading
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
@@ -44,331 +64,576 @@ import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from matplotlib.figure import Figure
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-PLAY = ("mixed", "all", "woexp")
-PRESETS = {  # what PRESET_OPTIONS may be, the default first; None: any share, 0.5 if none is given
-    "baseline": (("woexp", "mixed", "all"), ("woexp",), ("keep",), (1.0,)),
-    "ec": (PLAY, ("mixed", "all"), ("keep",), (1.0,)),
-    "ei": (PLAY, ("mixed", "all"), ("discard",), (0.0,)),
-    "het": (PLAY, ("mixed", "all"), ("hybrid",), None),
-    "sft": (PLAY, PLAY, ("hybrid", "keep", "discard"), None),
-    "sd": (PLAY, ("woexp",), ("keep",), (1.0,)),
-}
-PRESET_OPTIONS = "val_rollout_expmode train_rollout_expmode train_sample_expmode".split()
-PRESET_OPTIONS.append("train_sample_keepratio")
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
+DUAL_CLIP = 3.0  # bound on the ratio where the advantage is negative
+MAX_GRAD_NORM = 1.0
+RETRIEVE_TOP_K = 3  # notes per question
+MAX_NOTES = 1_000  # the oldest notes are dropped
+MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
+TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
+PRACTICE = 1_000_000  # tasks from here on are for practice: an environment gives them other rules
+
+METHODS = {  # what --method sets: episodes with advice, advice in samples, share that keeps it
+    "baseline": dict(
+        train_rollout_expmode="woexp", train_sample_expmode="keep", train_sample_keepratio=1.0
+    ),
+    "ec": dict(
+        train_rollout_expmode="mixed", train_sample_expmode="keep", train_sample_keepratio=1.0
+    ),
+    "ei": dict(
+        train_rollout_expmode="mixed", train_sample_expmode="discard", train_sample_keepratio=0.0
+    ),
+    "het": dict(
+        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
+    ),
+    "sft": dict(
+        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
+    ),
+}
 
 
 # --- args ---
+RolloutMode = Literal["mixed", "all", "woexp"]
+SampleMode = Literal["keep", "discard", "hybrid"]
+
+
 @dataclass
 class Args:
     # run
-    seed: int = 1  # decides initial weights, data, sampling and shuffling; not the evaluation
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
-    num_threads: int = 1  # of torch on a CPU; tiny models are fastest with 1
-    run_dir: str | None = None  # a new folder (None: runs/{script}__{seed}__{time})
-    resume: bool = False  # go on with run_dir, or start it if there is nothing yet
-    save_every: int = 50  # iterations between checkpoints; the last is saved anyway
-    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun
-    eval_every: int = 50  # iterations between greedy evaluations on held-out tasks
-    eval_size: int = 480  # held-out tasks; val_rollout_expmode says how many are guided
-    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
-    wandb_project_name: str = "stale-experience"  # where the runs of wandb are gathered
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
+    num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
+    eval_every: int = 50  # iterations between evaluations
+    eval_size: int = 480  # number of held-out tasks
+    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    wandb_project_name: str = "stale-experience"  # project name in wandb
+    resume: bool = False  # continue the run in run_dir with its options, or start it
+    save_every: int = 50  # iterations between checkpoints
+    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
     # task
-    env: str = "lock"  # lock, a Gymnasium id (CliffWalking-v1, ..), file.py:Class or module:Class
-    num_families: int = 12  # secrets of the locks; at most 24
-    num_rooms: int = 20  # rooms of a family; families x rooms are the training tasks of any env
+    env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
+    num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # solved: the episode ended by itself and its rewards sum to this
+    success_reward: float = 1.0  # success: the episode ended and the environment gave this much
     # model
-    model_name: str | None = None  # hub name or folder of a causal LM (None: a tiny Llama)
-    chat_template: bool = False  # wrap each prompt as a user turn with the tokenizer's own template
-    warm_start_steps: int = 400  # tiny model: supervised steps on games with rules made at random
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    chat_template: bool = False  # format each prompt as a user message
+    system_prompt: str = ""  # with --chat-template: system message before each prompt
+    warm_start_steps: int = 400  # tiny model only: supervised steps on games with random rules
     # rollout
-    num_tasks: int = 8  # B tasks per iteration
-    group_size: int = 8  # n rollouts per task, replayed ones included
-    max_turn_tokens: int = 1  # tokens of one action, EOS included
-    temperature: float = 1.0  # of sampling and of every log-prob; evaluation is greedy
+    num_tasks: int = 8  # tasks per iteration (B / n)
+    group_size: int = 8  # episodes per task (n), replayed ones included
+    max_turn_tokens: int = 1  # tokens of one action, including EOS
+    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
-    num_iterations: int = 150  # rollout + update rounds
-    learning_rate: float = 1e-3  # the highest; by default it falls linearly to 0
-    gradient_accumulation_steps: int = 1  # micro-batches of a minibatch
-    update_epochs: int = 2  # passes over the rollouts of an iteration
+    num_iterations: int = 150  # rounds of sampling and updating
+    learning_rate: float = 1e-3  # highest learning rate; the default schedule is linear to 0
+    update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the gradient's global norm here
+    gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     # GRPO
-    clip_low: float = 0.2  # the ratio of on-policy tokens is clipped from 1 - this
-    clip_high: float = 0.28  # to 1 + this
-    clip_c: float = 3.0  # bound on the ratio where the advantage is negative (dual clip)
-    # experience: text in front of the question
+    adv_std: bool = True  # divide advantages by the standard deviation of the group
+    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.28  # upper clip range of on-policy tokens
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    imitate_iterations: int = 0  # the first iterations are those of --method sft
+    # experience: notes before the question
+    method: Literal["baseline", "ec", "ei", "het", "sft"] | None = None  # preset (None: het)
     enable: bool = True  # --no-enable is --method baseline
-    method: Literal["baseline", "ec", "ei", "het", "sft", "sd"] | None = None  # preset (None: het)
-    val_rollout_expmode: Literal["mixed", "all", "woexp"] | None = None  # guided: some, all, none
-    train_rollout_expmode: Literal["mixed", "all", "woexp"] | None = None  # same for training
-    rollout_expratio: float = 0.5  # mixed: floor(n x this) rollouts of a group are guided
-    train_sample_expmode: Literal["keep", "discard", "hybrid"] | None = None  # decided per task
-    train_sample_keepratio: float | None = None  # hybrid: floor(B x this) tasks keep (0.5)
-    experience_template: str = TEMPLATE  # stands before the question; {} is the experience
-    updated_freq: int = 0  # iterations between additions to the pool (0: never)
-    val_summarizer_save: bool = False  # validation successes enter the pool, too: a leak
-    retrieve_top_k: int = 3  # experiences per question
-    experience_pool: str | None = None  # JSONL of topic and text to start from; never written
-    init_exp_before_training: bool = True  # add what rollouts of training tasks find before step 1
-    init_exp_tasks: int = 96  # tasks of these rollouts, n each
-    off_cliprange_high: float = 0.6  # upper clip of off-policy tokens (stripped or replayed)
-    off_old_logp: Literal["stripped", "behavior"] = "stripped"  # pi_old without or with advice
-    off_ratio_limit: float = 3.0  # guard: skip a minibatch if 1 in 100 stripped ratios is larger
-    sd_coef: float = 1.0  # sd: advantage per nat by which advice makes a failure's token likelier
+    val_rollout_expmode: RolloutMode | None = None  # held-out episodes with advice: part, all, none
+    train_rollout_expmode: RolloutMode | None = None  # training episodes with advice
+    rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
+    train_sample_expmode: SampleMode | None = None  # advice in training samples: keep, strip, mix
+    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
+    experience_template: str = TEMPLATE  # stands before the question; {} is the advice
+    experience_pool: str | None = None  # JSONL file with topic and text per line to start from
+    init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
+    updated_freq: int = 1  # iterations between additions to the pool (0: never)
+    val_summarizer_save: bool = False  # add notes about held-out tasks, too: a leak
+    summarizer: str | None = None  # file.py:function(episodes, ask) -> list of (topic, text)
+    retriever: str | None = None  # file.py:function(question, top_k) -> text
+    off_cliprange_high: float = 0.6  # upper clip range of stripped and replayed tokens
     # replay: recorded successes
-    use_experience_replay: bool = False  # they come back into their task's group
-    exp_ratio: float = 0.5  # share of an iteration's tasks taken from the replay pool
-    exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when stored
-    experience_lbound: int = -1  # replayed tasks had more successes than this (-1: 0 is enough)
-    experience_rbound: int | None = None  # and at most this many (None: n - 1)
-    offpolicy_trajectories_per_task: int = 1  # replayed per replay task, below n
-    max_trajectories_per_task: int = 8  # memory of a task; exp_select_mode says what goes
-    replay_loss: Literal["shape", "clip"] = "clip"  # surrogate of replayed tokens
-    shaping_beta: float = 0.1  # shape: w / (w + this)
-    replay_old_logp: Literal["recorded", "current"] = "current"  # current: their ratios start at 1
-    retire_solved: bool = False  # a solved task is not drawn while others are left, and forgotten
+    use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
+    exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
+    exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when recorded
+    experience_rbound: int | None = None  # most successes of a replayed task (None: n - 1)
+    replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the ratio
+    retire_solved: bool = False  # leave out tasks whose last group had no failure
 
-    def __post_init__(self):  # tyro shows a ValueError from here in its error box
-        signed = ("success_reward", "experience_lbound", "experience_rbound")
-        zero = ("seed", "warm_start_steps", "updated_freq", "sd_coef")
-        for name, value in vars(self).items():
-            share = name.endswith("ratio")
-            least, most = 0 if share or name in zero else 1e-9, 1 if share else sys.maxsize
-            if type(value) in (int, float) and name not in signed and not least <= value <= most:
-                raise ValueError(f"--{name} {value} is not allowed: from {least:g} to {most:g}")
+    def __post_init__(self):
+        """Check the options. tyro prints a ValueError from here as a command-line error."""
+        for name in (
+            "num_threads", "eval_every", "eval_size", "save_every", "num_train_tasks", "max_turns",
+            "num_tasks", "group_size", "max_turn_tokens", "temperature", "num_iterations",
+            "learning_rate", "update_epochs", "num_minibatches", "gradient_accumulation_steps",
+            "clip_low", "clip_high", "off_cliprange_high",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive")
         self.method = self.method or ("het" if self.enable else "baseline")
-        for name, allowed in zip(PRESET_OPTIONS, PRESETS[self.method], strict=True):
-            given = getattr(self, name)
-            if given is None:
-                setattr(self, name, allowed[0] if allowed else 0.5)
-            elif allowed and given not in allowed:
-                raise ValueError(f"--{name} {given}: --method {self.method} allows {allowed}")
-        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
-        self.uses_pool = modes != {"woexp"} or self.method == "sd"
-        self.batch_size = self.num_tasks * self.group_size
+        self.fill_in_method()
+        for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+        if self.method != "baseline" and not self.enable:
+            raise ValueError(f"--method {self.method} contradicts --no-enable")
+        if self.experience_pool and not self.uses_pool:
+            raise ValueError("--method baseline does not read --experience-pool")
+        if self.experience_pool and not Path(self.experience_pool).is_file():
+            raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
+        imitates = self.method == "sft" or self.imitate_iterations > 0
+        if imitates and self.use_experience_replay:
+            raise ValueError("imitation cannot be combined with --use-experience-replay")
+        if self.experience_template.count("{}") != 1:
+            raise ValueError("--experience-template needs exactly one {}")
+        for name in ("env", "summarizer", "retriever"):
+            path, is_file, _ = (getattr(self, name) or "").partition(".py:")
+            if is_file and not Path(path + ".py").is_file():
+                raise ValueError(f"--{name}: there is no file {path}.py")
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
-        n, low, high = self.group_size, self.experience_lbound, self.experience_rbound
-        for fine, message in (
-            (self.enable or self.method == "baseline", "--no-enable contradicts --method"),
-            (self.method != "sft" or not self.use_experience_replay, "sft replays anyhow"),
-            (self.uses_pool or not self.experience_pool, "--experience-pool would not be read"),
-            (self.experience_template.count("{}") == 1, "--experience-template needs one {}"),
-            (-1 <= low < high <= n, "--experience-lbound must be below --experience-rbound"),
-            (self.offpolicy_trajectories_per_task < n, "--offpolicy-trajectories-per-task >= n"),
-            (self.batch_size % self.num_minibatches == 0, "--num-minibatches must divide B x n"),
-            (self.num_families <= len(NAMES), f"--num-families: at most {len(NAMES)}"),
-            (self.num_tasks <= self.num_families * self.num_rooms, "--num-tasks: there are fewer"),
-            (self.run_dir or not self.resume, "--resume needs --run-dir"),
-        ):
-            if not fine:
-                raise ValueError(message)
+        if self.num_tasks > self.num_train_tasks:
+            raise ValueError("--num-train-tasks must be at least --num-tasks")
+        if self.system_prompt and not self.chat_template:
+            raise ValueError("--system-prompt needs --chat-template")
+        if self.chat_template and not self.model_name:
+            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+        if self.batch_size % self.num_minibatches:
+            raise ValueError("--num-tasks x --group-size must divide into --num-minibatches")
+        if self.resume and not self.run_dir:
+            raise ValueError("--resume needs --run-dir")
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        rows = self.batch_size // self.num_minibatches
+        if rows < self.gradient_accumulation_steps * num_ranks:
+            raise ValueError("a minibatch has fewer episodes than micro-batches x ranks")
+        if self.fsdp and num_ranks == 1:
+            raise ValueError("--fsdp needs torchrun with two processes or more")
 
+    def fill_in_method(self):
+        """Set the options of the method that were not given. A contradiction is an error."""
+        preset = METHODS[self.method]
+        for name, value in preset.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.val_rollout_expmode is None:
+            self.val_rollout_expmode = "woexp" if self.method == "baseline" else "mixed"
+        plays_with_advice = self.train_rollout_expmode != "woexp"
+        other_mode = self.train_sample_expmode != preset["train_sample_expmode"]
+        other_ratio = self.train_sample_keepratio != preset["train_sample_keepratio"]
+        contradictions = {
+            "--train-rollout-expmode": plays_with_advice == (self.method == "baseline"),
+            "--train-sample-expmode": other_mode,
+            "--train-sample-keepratio": other_ratio and self.method != "het",
+        }
+        for option, is_contradiction in contradictions.items():
+            if is_contradiction and self.method != "sft":
+                raise ValueError(f"--method {self.method} contradicts {option}")
 
-# --- task ---
-NAMES = "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar maple north opal"
-NAMES = f"{NAMES} pearl quartz river slate topaz umber violet willow yarrow".split()
-PRACTICE = 1_000_000  # seeds from here on have rules of their own: the warm start learns no secret
-WORD = r"\d|[^\W\d]+|[^\w\s]"  # of the tiny model: digits and marks one by one, letters together
+    @property
+    def batch_size(self) -> int:
+        return self.num_tasks * self.group_size
 
-
-class LockEnv:
-    """Press four buttons in order; a wrong one costs a turn. Locks of a family share a secret."""
-
-    actions = ("red", "green", "blue", "gold")
-
-    def __init__(self, args):
-        self.num_families = args.num_families
-
-    def reset(self, seed: int):
-        room, family = divmod(seed, self.num_families)
-        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")  # of no run's seed
-        self.secret, self.slot, self.name = rules.choices(self.actions, k=4), 0, NAMES[family]
-        # the solution is for the warm start's teacher, and where validation tells it
-        return f"lock {self.name} room {room % 100:02d}", dict(topic=self.name, solution=self.secret)
-
-    def step(self, action: str):
-        if action != self.secret[self.slot]:
-            return f"jam {self.slot}", 0.0, False, False, {}
-        self.slot += 1
-        if self.slot < 4:
-            return f"click {self.slot}", 0.0, False, False, {}
-        return "open", 1.0, True, False, dict(experience=f"{self.name} : " + " ".join(self.secret))
-
-
-class TextEnv:
-    """Any environment as a text game: reset(seed) -> text, info; step(text) -> Gymnasium's five."""
-
-    def __init__(self, args):
-        path, _, name = args.env.rpartition(":")
-        if path:
-            self.env = (runpy.run_path if path.endswith(".py") else runpy.run_module)(path)[name]()
-        else:
-            self.env = LockEnv(args) if args.env == "lock" else gym.make(args.env)
-        space = getattr(self.env, "action_space", None)
-        self.numbers = range(space.start, space.start + space.n) if hasattr(space, "n") else []
-        self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
-
-    def reset(self, seed: int) -> tuple[str, dict]:
-        obs, info = self.env.reset(seed=seed)
-        return str(obs), dict(topic=str(obs)) | info
-
-    def step(self, text: str):
-        """The action named last counts. Nonsense costs a turn and a point, lest it be a way out."""
-        found = [(match.end(), len(action), i) for i, action in enumerate(self.actions)
-                 for match in re.finditer(rf"\b{re.escape(action)}\b", text, re.I)]
-        if self.actions and not found:
-            return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
-        if found:
-            text = (self.numbers or self.actions)[max(found)[2]]
-        obs, reward, terminated, truncated, info = self.env.step(text)
-        return str(obs), float(reward), bool(terminated), bool(truncated), info
-
-
-def practice_game(env: TextEnv, seed: int, rng, args) -> tuple[str, str, list[tuple[str, str]]]:
-    """A teacher that mostly follows advice and else acts at random.  -> question, advice, turns"""
-    question, info = env.reset(seed)
-    words = env.actions or re.findall(WORD, question) or ["ok"]
-    plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
-    advice = f"{info['topic']} : " + " ".join(plan) if rng.random() < 0.6 else ""
-    turns, ended = [], False
-    while not ended and len(turns) < args.max_turns:
-        action = rng.choice(words)
-        if advice and plan and rng.random() < 0.8:
-            action = plan[0]
-        if plan and action == plan[0]:
-            plan.pop(0)
-        text, _, terminated, truncated, _ = env.step(action)
-        turns.append((action, text))
-        ended = terminated or truncated
-    return question, advice, turns
-
-
-def spoken_words(env: TextEnv, seeds: list[int], records: list[dict], args) -> list[str]:
-    """The tiny model's vocabulary: every action, the pool's words, and what practice brings up."""
-    texts = [*env.actions, args.experience_template, "not an action : 0 1 2 3 4 5 6 7 8 9"]
-    texts += [record["text"] for record in records]
-    for seed in seeds:
-        question, advice, turns = practice_game(env, seed, random.Random(seed), args)
-        texts += [question, advice, *sum(turns, ())]
-    return sorted({word for text in texts for word in re.findall(WORD, text)})
+    @property
+    def uses_pool(self) -> bool:
+        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
+        return modes != {"woexp"} or self.imitate_iterations > 0
 
 
 # --- networks ---
-class LanguagePolicy(nn.Module):
-    """A causal LM that tells log-probs and entropy, and takes steps."""
+# A batch is a dict of tensors, one row per episode:
+#     ids, mask                      (B,P+R)  prompt and response; the mask is 0 on padding
+#     response_mask                  (B,R)    1 on the tokens that the agent sampled
+#     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
+#     replay_mask                    (B,R)    1 on those that are replayed
+#     sampler_logprobs               (B,R)    when sampled, behind the prompt that was read
+#     logprobs                       (B,R)    before the update, behind the training prompt
+#     recorded_old_log_probs         (B,R)    the same of a replayed episode, when it was recorded
+#     advantages                     (B,R)
+#     rewards, successes, group_ids  (B,)
+
+
+class Policy(nn.Module):
+    """A causal language model."""
 
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
-        self.lm, self.temperature = lm, temperature
-        self.critic = None  # the group is the baseline
-        self.register_buffer("eos_ids", eos_ids)  # (E,) what ends a turn
-        self.eval()  # for good: dropout is noise in ratios
+        self.lm = lm
+        self.temperature = temperature
+        self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a turn
+        self.eval()  # during training, too: dropout would be noise in the policy ratio
 
-    def predict(self, ids, mask, num_last: int, cache=None):
-        """Logits at the last positions; `mask` covers what the cache holds, too.  -> (B,n,V)"""
-        inputs = dict(input_ids=ids, attention_mask=mask, past_key_values=cache)
-        # only real tokens count, so that left padding does not shift a prompt
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self.lm(**inputs, use_cache=cache is not None, logits_to_keep=num_last)
-        return output.logits[:, -num_last:]
+    def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
+        """Logits of the next token at the last positions.  -> (B,n,V), cache
 
-    def forward(self, rows: dict):
-        """Log-prob and entropy of each token the agent chose, 0 on others.  -> 2 x (B,R)"""
-        # The last token is not fed: of the last R outputs, number t predicts response token t.
-        ids, mask, length = rows["ids"], rows["mask"], rows["response_mask"].shape[1]
-        logits = self.predict(ids[:, :-1], mask[:, :-1], length)
-        logprobs, entropy = token_logprobs(logits, ids[:, -length:], self.temperature)
-        others = rows["response_mask"] == 0
-        return logprobs.masked_fill(others, 0.0), entropy.detach().masked_fill(others, 0.0)
-
-    def step(self, ids, mask, cache):
-        """Logits of the next token, given the ids that are not in the cache yet.  (B,t) -> (B,V)"""
-        return self.predict(ids, mask, 1, cache)[:, 0].float() / self.temperature
+        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        """
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        output = self.lm(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions[:, -ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=use_cache,
+            logits_to_keep=num_last,
+        )
+        logits = output.logits[:, -num_last:].float() / self.temperature
+        return logits, output.past_key_values
 
 
-def token_logprobs(logits, ids, temperature, max_logits=2**25):
-    """Log-prob of each id under softmax(logits / temperature), entropy.  (B,R,V) -> 2 x (B,R)"""
-    # v1: memory: float32 copies of a few rows at a time, made again in the backward pass
-    size = max(1, max_logits // logits[0].numel())
-    if len(ids) > size:
-        rest = (temperature, sys.maxsize)
-        pieces = zip(logits.split(size), ids.split(size), strict=True)
-        outputs = [checkpoint(token_logprobs, *x, *rest, use_reentrant=False) for x in pieces]
-        return tuple(map(torch.cat, zip(*outputs, strict=True)))
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(-1, ids[..., None]).squeeze(-1), entropy
+def logprobs_and_entropy(policy, batch: dict):
+    """Log-prob and entropy of each token that the agent sampled, 0 elsewhere.  -> 2 x (B,R)"""
+    ids = batch["ids"]
+    num_response_tokens = batch["response_mask"].shape[1]
+    # Position t predicts token t + 1, so the last token is not an input.
+    logits, _ = policy(ids[:, :-1], batch["mask"][:, :-1], num_response_tokens)
+    all_logprobs = logits.log_softmax(-1)  # (B,R,V)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    response_ids = ids[:, -num_response_tokens:]
+    logprobs = all_logprobs.gather(-1, response_ids[..., None]).squeeze(-1)
+    is_sampled = batch["response_mask"] == 1
+    return logprobs.where(is_sampled, 0.0), entropy.where(is_sampled, 0.0)
 
 
-def load_agent(args, words: list[str]):
-    """-> causal LM, tokenizer, the ids that end a turn (E,)"""
-    if args.model_name is None:  # one token per word
-        ids = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *words])}
-        by_word = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-        by_word.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
-        marks = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_word, **marks)
-        sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=2)
-        special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None, vocab_size=len(tokenizer))
-        config = transformers.LlamaConfig(**sizes, **special, num_attention_heads=4)
-        lm = transformers.LlamaForCausalLM(config)
-    else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
-    eos = lm.generation_config.eos_token_id  # nothing else of it (top_k, ..): we sample ourselves
-    eos_ids = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    return lm, tokenizer, torch.tensor(sorted(eos_ids))
+@torch.no_grad()
+def compute_log_prob(policy, batch: dict, args):
+    """The same without gradients, in parts; every rank measures its share.  -> 2 x (B,R)"""
+    logprobs = torch.zeros_like(batch["sampler_logprobs"])
+    entropy = torch.zeros_like(logprobs)
+    my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
+    size = args.batch_size // args.num_minibatches // args.gradient_accumulation_steps
+    for rows in my_rows.split(size):
+        part = {name: tensor[rows] for name, tensor in batch.items()}
+        logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
+    sum_over_ranks([logprobs, entropy])
+    return logprobs, entropy
 
 
-# --- buffer ---
+# --- rollout ---
+def empty_list():
+    return dataclasses.field(default_factory=list)
+
+
 @dataclass
 class Trajectory:
-    """One episode in token ids: what was sampled is never tokenised again."""
+    """One episode. Token ids are stored as they were sampled; no text is tokenized again."""
 
     task: int  # seed of the environment
-    data_id: int = 0  # its group in the batch
+    data_id: int = 0  # number of its group in the batch
     rollout_id: int = 0  # its place in the group
-    guided: bool = False  # to be played with experience
-    keep: bool = True  # as a training sample it keeps the experience
-    trajectory_id: str = ""
-    prompt_ids: list[int] = field(default_factory=list)  # the question alone
-    advised_ids: list[int] = field(default_factory=list)  # experience, then the question
-    injected: bool = False  # guided, and retrieval found something
-    steps: list = field(default_factory=list)  # ("assistant", sampled ids), ("env", other ids), ..
-    sampler_logprobs: list[float] = field(default_factory=list)  # one per sampled id
+    guided: bool = False  # play it with advice, if there is any
+    keep: bool = True  # the training sample keeps the advice
+    version: int = 0  # iteration that sampled it
+    question: str = ""
+    topic: str = ""  # what a note about this episode is about
+    advice: str = ""  # what was shown ("": nothing)
+    prompt_ids: list[int] = empty_list()  # the question alone
+    advised_ids: list[int] = empty_list()  # the prompt that was read, with advice
+    steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
+    turns: list[dict] = empty_list()  # action, observation and reward of each turn
+    sampler_logprobs: list[float] = empty_list()  # one per sampled token
     reward: float = 0.0
     success: bool = False
-    topic: str = ""  # what its experience is about
-    experience: str = ""  # what a success did, for the pool
+    experience: str = ""  # what was done, in words
     is_experience_replay: bool = False
-    old_log_probs: list[float] = field(default_factory=list)  # of the response, when it was saved
-    entropy: float = 0.0  # mean over the agent's tokens, then
-    version: int = -1  # iteration that sampled it
+    old_log_probs: list[float] = empty_list()  # of the response, when recorded
+    entropy: float = 0.0  # mean over the sampled tokens, when recorded
 
 
-def prompt_of(t: Trajectory, view: str) -> list[int]:
+def training_prompt(t: Trajectory) -> list[int]:
     """The idea of hybrid experience training: which prompt the completion stands behind.
 
-    keep     the advice stays: the sample is on-policy, and the policy learns to use advice (EC)
-    discard  the same ids stand behind the bare question: it learns to do without advice (EI)
-    hybrid   drawn per task: all stripped unlearns to follow advice, all kept leans on it (HET)
+    With the advice the sample is on-policy, and the policy learns to use advice. Behind the question
+    alone the same tokens are off-policy, and the policy learns to do without advice.
     """
-    # what the policy read when it sampled; what it is trained on; what the teacher of sd reads
-    advised = dict(behavior=t.injected, training=t.injected and t.keep, teacher=True)[view]
-    return t.advised_ids if advised else t.prompt_ids
+    return t.advised_ids if t.keep else t.prompt_ids
+
+
+def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
+    """Which episodes of a group get advice, or which tasks keep it: random places."""
+    if mode in ("woexp", "discard"):
+        ratio = 0.0
+    if mode in ("all", "keep"):
+        ratio = 1.0
+    num_chosen = math.floor(count * ratio + 1e-9)  # 100 x 0.29 is 28.999999999999996
+    chosen = rng.sample(range(count), num_chosen)
+    return [i in chosen for i in range(count)]
+
+
+def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
+    """The episodes of each task's group that are to be played; replayed members take a place."""
+    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
+    for t in replayed:
+        if t.advice:  # recorded log-probs belong to the prompt of then, so the group keeps to it
+            keeps[t.data_id] = t.keep
+    planned = []
+    for data_id, task in enumerate(tasks):
+        num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
+        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
+        for i in range(num_fresh):
+            t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
+            planned.append(t)
+    return planned
+
+
+def inject_experience(question: str, advice: str, template: str) -> str:
+    """Not str.format: the texts may contain braces."""
+    if not advice:
+        return question
+    before, _, after = template.partition("{}")
+    return before + advice + after + question
+
+
+def sample_token(logits, uniforms):
+    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+
+    A response depends on its own row of uniform numbers only. With torch.multinomial it would also
+    depend on which other rows are still in the batch.
+    """
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
+
+
+@torch.no_grad()
+def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=None):
+    """Continue each context: sample with the given uniform numbers (B,T), or greedily without.
+
+    Returns two lists with a row per context: token ids up to and including EOS, their log-probs.
+    """
+    padded = pad(contexts, "left").to(policy.eos_ids.device)
+    ids = padded.clamp(min=0)
+    mask = (padded >= 0).long()
+    cache = None  # the model makes a cache of its own kind
+    tokens = []
+    logprobs = []
+    has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    for place in range(max_tokens):
+        logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
+        logits = logits[:, 0]  # (B,V)
+        if uniforms is None:
+            token = logits.argmax(-1)
+        else:
+            token = sample_token(logits, uniforms[:, place])
+        tokens.append(token.where(~has_ended, -1))
+        logprobs.append(logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1))
+        has_ended |= torch.isin(token, policy.eos_ids)
+        if has_ended.all():
+            break
+        ids = token[:, None]
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    turn_ids = [[i for i in row if i >= 0] for row in torch.stack(tokens, 1).tolist()]
+    turn_logprobs = torch.stack(logprobs, 1).tolist()
+    for row, row_ids in zip(turn_logprobs, turn_ids, strict=True):
+        del row[len(row_ids) :]
+    return turn_ids, turn_logprobs
+
+
+@dataclass
+class Player:
+    """Plays episodes: a policy, environments, and where advice comes from."""
+
+    policy: Policy
+    envs: list
+    pool: "ExperiencePool"
+    dialogue: "Dialogue"
+    args: Args
+
+    def start_game(self, t: Trajectory, env, retrieve, iteration: int):
+        t.question, info = env.reset(t.task)
+        t.topic = info["topic"]
+        if t.guided:
+            t.advice = retrieve(t.question, iteration)
+        prompt = inject_experience(t.question, t.advice, self.args.experience_template)
+        t.prompt_ids = self.dialogue.prompt(t.question)
+        t.advised_ids = self.dialogue.prompt(prompt)
+
+    def take_turn(self, t: Trajectory, env, ids: list[int]) -> bool:
+        """The environment answers what the agent said.  -> True if the episode goes on"""
+        action = self.dialogue.read(ids)
+        observation, reward, terminated, truncated, info = env.step(action)
+        t.steps.append(("assistant", ids))
+        t.turns.append(dict(action=action, observation=observation, reward=reward))
+        t.reward += reward
+        if terminated or truncated or len(t.turns) == self.args.max_turns:
+            t.success = info.get("success", False)
+            actions = " ".join(turn["action"] for turn in t.turns)
+            t.experience = info.get("experience", f"{t.topic} : {actions}")
+            return False
+        t.steps.append(("env", self.dialogue.reply(observation, ids)))
+        return True
+
+    def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
+        """As many episodes as there are environments, one turn of all of them at a time."""
+        retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
+        for t, env in zip(trajectories, self.envs, strict=False):
+            self.start_game(t, env, retrieve, iteration)
+        playing = list(range(len(trajectories)))
+        num_tokens = self.args.max_turn_tokens
+        for turn in range(self.args.max_turns):
+            contexts = []
+            for i in playing:
+                spoken = [token for _, ids in trajectories[i].steps for token in ids]
+                contexts.append(trajectories[i].advised_ids + spoken)
+            turn_uniforms = None
+            if uniforms is not None:
+                turn_uniforms = uniforms[playing, turn * num_tokens : (turn + 1) * num_tokens]
+            turn_ids, turn_logprobs = sample_turn(self.policy, contexts, num_tokens, turn_uniforms)
+            unfinished = []
+            for i, ids, logprobs in zip(playing, turn_ids, turn_logprobs, strict=True):
+                trajectories[i].sampler_logprobs += logprobs
+                if self.take_turn(trajectories[i], self.envs[i], ids):
+                    unfinished.append(i)
+            playing = unfinished
+            if not playing:
+                break
+
+    def play(self, trajectories: list[Trajectory], iteration: int, uniforms=None):
+        """Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
+
+        `uniforms` has a row for each place of a group: (groups, n, turns x tokens). None: greedy.
+        """
+        my_share = trajectories[rank() :: world_size()]
+        for start in range(0, len(my_share), len(self.envs)):
+            part = my_share[start : start + len(self.envs)]
+            part_uniforms = None
+            if uniforms is not None:
+                rows = [uniforms[t.data_id, t.rollout_id] for t in part]
+                part_uniforms = torch.stack(rows).to(self.policy.eos_ids.device)
+            self.play_part(part, iteration, part_uniforms)
+        played = sum(gather_objects(my_share), [])
+        return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
+
+
+# --- training samples ---
+def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
+    """A stored trajectory as a member of a group of this batch."""
+    return replace(stored, data_id=data_id, rollout_id=rollout_id, is_experience_replay=True)
+
+
+def get_extra(t: Trajectory) -> dict:
+    """What a sample carries besides its tokens."""
+    is_stripped = bool(t.advice) and not t.keep
+    is_replayed = t.is_experience_replay
+    return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
+
+
+def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
+    """The response starts at the agent's first token; the environment's tokens carry no loss."""
+    response_ids = []
+    response_mask = []
+    for role, ids in steps:
+        response_ids += ids
+        response_mask += [int(role == "assistant")] * len(ids)
+    replay_mask = [bit * int(is_experience_replay) for bit in response_mask]
+    return dict(response_ids=response_ids, response_mask=response_mask, replay_mask=replay_mask)
+
+
+def pad(rows: list[list], side: str = "right"):
+    """Lists of numbers -> (B,T), with -1 as padding."""
+    tensors = [torch.as_tensor(row) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+
+
+def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
+    """The batch of tensors that is described above `Policy`."""
+    columns = defaultdict(list)
+    for t in trajectories:
+        sample = tokenize_steps(t.steps, t.is_experience_replay)
+        columns["prompt_ids"].append(training_prompt(t))
+        columns["response_ids"].append(sample["response_ids"])
+        columns["response_mask"].append(sample["response_mask"])
+        columns["replay_mask"].append(sample["replay_mask"])
+        columns["off_policy"].append([get_extra(t)["off_policy"]])
+        columns["rewards"].append(float(t.reward))
+        columns["successes"].append(float(t.success))
+        columns["group_ids"].append(t.data_id)
+    ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
+    response_mask = pad(columns["response_mask"]).clamp(min=0)
+    batch = dict(
+        ids=ids.clamp(min=0),
+        mask=(ids >= 0).long(),
+        response_mask=response_mask,
+        exp_mask=response_mask * torch.tensor(columns["off_policy"]),
+        replay_mask=pad(columns["replay_mask"]).clamp(min=0),
+        sampler_logprobs=torch.zeros(response_mask.shape),
+        recorded_old_log_probs=torch.zeros(response_mask.shape),
+        rewards=torch.tensor(columns["rewards"]),
+        successes=torch.tensor(columns["successes"]),
+        group_ids=torch.tensor(columns["group_ids"]),
+    )
+    for i, t in enumerate(trajectories):
+        is_sampled = response_mask[i] == 1
+        batch["sampler_logprobs"][i, is_sampled] = torch.tensor(t.sampler_logprobs)
+        batch["recorded_old_log_probs"][i, : len(t.old_log_probs)] = torch.tensor(t.old_log_probs)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _replace_recorded_old_log_probs(batch: dict, old_log_probs):
+    """Replayed tokens get the log-probs of the time when they were recorded.  (B,R) -> (B,R)"""
+    is_replayed = batch["replay_mask"] == 1
+    return torch.where(is_replayed, batch["recorded_old_log_probs"], old_log_probs)
+
+
+# --- math ---
+def masked_mean(x, mask):
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+
+def group_advantages(rewards, group_ids, adv_std: bool = True):
+    """(reward - mean) / (std + 1e-6) in each group; 0 where all rewards are equal.  -> (B,)"""
+    advantages = torch.zeros_like(rewards)
+    for group in group_ids.unique():
+        members = group_ids == group
+        group_rewards = rewards[members]
+        if (group_rewards == group_rewards[0]).all():
+            continue  # the mean of equal floats need not be that float
+        advantages[members] = group_rewards - group_rewards.mean()
+        if adv_std:
+            advantages[members] /= group_rewards.std() + 1e-6
+    return advantages
+
+
+def k3_kl(logp, logq):
+    """Estimate of KL(p || q) from samples of p; k3 of joschu.net/blog/kl-approx.html.  -> (B,R)"""
+    logratio = (logq - logp).clamp(-20, 20)
+    return logratio.exp() - 1 - logratio
+
+
+def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
+    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
+    unclipped = -advantages * ratio
+    high = clip_coef_high or clip_coef  # v1: clip
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
+    loss = torch.max(unclipped, clipped)
+    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
+        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
+    return loss, (loss != unclipped).float()
+
+
+# --- experience pool: notes ---
+def episode_of(t: Trajectory) -> dict:
+    """A trajectory in words, for summarizers and episodes.jsonl."""
+    lines = [t.question]
+    for turn in t.turns:
+        lines += [f"> {turn['action']}", turn["observation"]]
+    names = ("task", "topic", "advice", "turns", "reward", "success", "experience")
+    return {name: getattr(t, name) for name in names} | dict(text="\n".join(lines))
+
+
+def summarize_successes(episodes: list[dict], ask) -> list[tuple[str, str]]:
+    """The built-in summarizer: a note is what a success did."""
+    return [(episode["topic"], episode["experience"]) for episode in episodes if episode["success"]]
 
 
 @functools.lru_cache(100_000)
@@ -377,814 +642,1170 @@ def words_of(text: str) -> frozenset:
 
 
 class ExperiencePool:
-    """What successes on training tasks did, found by the words of a question."""
+    """Notes about earlier episodes. A summarizer writes them, a retriever finds them."""
 
-    def __init__(self, args, held_out: list[int], size=1_000):
-        self.records: list[dict] = []  # task, topic, text, step that wrote it
-        self.size, self.held_out = size, set(held_out)  # a full pool loses the oldest
+    def __init__(self, args, ask=None):
+        self.records: list[dict] = []  # topic, text, and the step that wrote it
+        self.num_failed_calls = 0
+        self.ask = ask  # function(prompts) -> answers of the policy
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
+        self.summarizer = summarize_successes
+        self.retriever = None
+        if args.summarizer:
+            self.summarizer = load_object(args.summarizer)
+        if args.retriever:
+            self.retriever = load_object(args.retriever)
 
-    def add(self, task, topic: str, text: str, step: int) -> bool:
-        """-> False if it is empty, of a validation task, or has the experience template in it"""
-        if not (topic and text) or task in self.held_out or (self.marker and self.marker in text):
+    def add(self, topic: str, text: str, step: int) -> bool:
+        """-> False if the note is empty or has the template in it: advice inside advice"""
+        if not (topic and text) or (self.marker and self.marker in text):
             return False
-        if (topic, text) not in {(record["topic"], record["text"]) for record in self.records}:
-            self.records.append(dict(task=task, topic=topic, text=text, step=step))
-            del self.records[: -self.size]
+        if not any(r["topic"] == topic and r["text"] == text for r in self.records):
+            self.records.append(dict(topic=topic, text=text, step=step))
+            del self.records[:-MAX_NOTES]
         return True
 
-    def add_successes(self, trajectories, step: int):
-        for t in trajectories:  # a failure has left no experience
-            self.add(t.task, t.topic, t.experience, step)
+    def fill_pool(self, trajectories: list[Trajectory], step: int):
+        """Add what the summarizer writes about these episodes. One process asks it."""
+        notes = None
+        if rank() == 0:
+            notes = self.summarize(trajectories)
+        for topic, text in gather_objects(notes)[0]:
+            self.add(topic, text, step)
+
+    def summarize(self, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+        episodes = [episode_of(t) for t in trajectories]
+        notes = call_within_limit(self.summarizer, episodes, self.ask)
+        try:
+            return [(topic + "", text + "") for topic, text in notes]
+        except (TypeError, ValueError):  # an error, or not pairs of texts
+            self.count_failure("--summarizer", notes)
+            return []
+
+    def retrieve(self, question: str, step: int) -> str:
+        """Advice for a question, "" if there is none."""
+        if self.retriever is None:
+            return self.search(question, step)
+        advice = call_within_limit(self.retriever, question, RETRIEVE_TOP_K)
+        if isinstance(advice, str):
+            return advice
+        self.count_failure("--retriever", advice)
+        return ""
+
+    def count_failure(self, option: str, result):
+        self.num_failed_calls += 1
+        print(f"{option} returned {result!r:.300}; the run goes on without new experience")
+
+    def search(self, question: str, step: int) -> str:
+        """Notes whose topics share most words with the question; rare words weigh more.
+
+        A note that was written at step t is readable from t + 1 on. Of equals the newest comes first.
+        """
+        readable = [record for record in reversed(self.records) if record["step"] < step]
+        counts = Counter(word for record in readable for word in words_of(record["topic"]))
+        scored = []
+        for record in readable:
+            shared = words_of(record["topic"]) & words_of(question)
+            # fsum: the order of a set must not matter
+            score = math.fsum(math.log(1 + len(readable) / counts[word]) for word in shared)
+            if score > 0:
+                scored.append((score, record["text"]))
+        scored.sort(key=lambda pair: -pair[0])
+        return "\n".join(text for _, text in scored[:RETRIEVE_TOP_K])
 
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
             try:
-                r = json.loads(line) if line.strip() else None
-                assert r is None or self.add(r.get("task"), r["topic"] + "", r["text"] + "", -1)
-            except Exception:  # whatever is wrong with it
-                rule = "JSON with a topic and a text without the template, not of a validation task"
-                sys.exit(f"--experience-pool {path}: line {number} must be {rule}")
-
-    def retrieve(self, question: str, top_k: int, step: int) -> str:
-        """The texts whose topics share most words with the question, rare words first, case aside;
-        the newest wins a tie; "" if none shares any. Written at t, readable from t + 1."""
-        readable = [record for record in reversed(self.records) if record["step"] < step]
-        counts = Counter(word for record in readable for word in words_of(record["topic"]))
-        asked = words_of(question) & counts.keys()
-        worth = {word: math.log(1 + len(readable) / counts[word]) for word in asked}
-        scores = [sum(worth[word] for word in words_of(r["topic"]) & asked) for r in readable]
-        best = sorted(zip(scores, readable, strict=True), key=lambda pair: -pair[0])[:top_k]
-        return "\n".join(record["text"] for score, record in best if score > 0)
+                record = json.loads(line)
+                is_good = self.add(record["topic"] + "", record["text"] + "", step=-1)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                is_good = not line.strip()
+            if not is_good:
+                sys.exit(
+                    f"--experience-pool {path}: line {number} must be a JSON object with a topic "
+                    "and a text, and without the template"
+                )
 
 
+def call_within_limit(function, *inputs):
+    """The result of a user's function; an error or a time-out is returned, not raised."""
+    results = []
+
+    def target():
+        try:
+            results.append(function(*inputs))
+        except Exception as error:
+            results.append(error)
+
+    # A daemon thread: a call that hangs cannot keep the process alive.
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(TIME_LIMIT)
+    if not results:
+        return TimeoutError(f"no answer within {TIME_LIMIT:.0f} seconds")
+    return results[0]
+
+
+# --- replay: recorded successes ---
 class ExperienceManager:
-    """Trajectory replay: which tasks are half-known, and their recorded successes."""
+    """Which tasks are partly solved, and recorded successes of each task."""
 
     def __init__(self, args):
         self.args = args
-        self.difficulty2task_dict: dict[int, set[int]] = {}  # successes of the last group -> tasks
-        self.skip_uid_set: set[int] = set()  # retired: all fresh rollouts succeeded
-        self.memory: dict[int, list[Trajectory]] = {}
+        self.difficulty: dict[int, int] = {}  # task -> successes in its last group
+        self.skip_uid_set: set[int] = set()  # retired tasks: their last group had no failure
+        self.memory: dict[int, list[Trajectory]] = {}  # task -> successes
 
-    def update_difficulty2task_dict(self, fresh):
-        """A task goes to the bucket of its successes and leaves its old one."""
-        for task in dict.fromkeys(t.task for t in fresh):
+    def update_difficulty2task_dict(self, fresh: list[Trajectory]):
+        """Count the successes of each group, replayed members aside."""
+        for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            # Replay leaves a group n - k fresh ones: all solved is solved, not n - k of n.
-            count = self.args.group_size if all(results) else sum(results)
-            for tasks in self.difficulty2task_dict.values():
-                tasks.discard(task)
-            if not (all(results) and self.args.retire_solved):
-                self.difficulty2task_dict.setdefault(count, set()).add(task)
+            self.difficulty[task] = sum(results)
+            if all(results):  # solved, even if a replayed member left only n - 1 fresh ones
+                self.difficulty[task] = self.args.group_size
 
-    def update_skip_uid_set_and_filter_trajectories(self, fresh):
-        """Solved tasks retire, an imperfect result brings one back.  -> what may be stored"""
+    def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
+        """Solved tasks retire; a failure brings a task back.  -> what may be stored"""
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
-        for task in {t.task for t in fresh} - failed if self.args.retire_solved else ():
-            self.skip_uid_set.add(task)
-            self.memory.pop(task, None)
+        if self.args.retire_solved:
+            solved = {t.task for t in fresh} - failed
+            self.skip_uid_set |= solved
+            for task in solved:
+                self.memory.pop(task, None)
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        if self.args.method == "sft" and self.args.exp_select_mode != "random":
-            return len(t.steps)  # the shortest success is the one with the fewest detours
-        return {"argmin": 1, "argmax": -1, "random": 0}[self.args.exp_select_mode] * t.entropy
+        """Successes with small values are kept, and replayed first."""
+        if self.args.exp_select_mode == "random":
+            return 0.0
+        if not self.args.use_experience_replay:  # imitation: the shortest has the fewest detours
+            return len(t.steps)
+        return t.entropy if self.args.exp_select_mode == "argmin" else -t.entropy
 
-    def save_trajectories_to_memory(self, trajectories):
-        """A full memory drops what would be chosen last; among equals (random) the oldest."""
+    def save_trajectories_to_memory(self, trajectories: list[Trajectory]):
+        """A full memory drops the least preferred; among equals the oldest."""
         for t in trajectories:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
-            if len(stored) > self.args.max_trajectories_per_task:
+            if len(stored) > MAX_TRAJECTORIES_PER_TASK:
                 stored.remove(max(stored, key=self.preference))
 
-    def sample_successes(self, count: int, rng) -> list[Trajectory]:
-        """sft: any successes so far, with replacement; keep or strip is drawn for each."""
-        stored = [t for task in sorted(self.memory) for t in self.memory[task]]
-        kept = draw(count, self.args.train_sample_expmode, self.args.train_sample_keepratio, rng)
-        chosen = rng.choices(stored, k=count) if stored else []
-        return [replace(t, keep=kept[i], data_id=i) for i, t in enumerate(chosen)]
+    def valid_tasks(self) -> dict[int, list[int]]:
+        """Number of successes -> tasks that may be replayed: the buckets of the replay pool.
 
-    def valid_tasks(self) -> list[list[int]]:
-        """What may be replayed, by bucket."""
-        low, high = self.args.experience_lbound, self.args.experience_rbound
-        buckets = sorted(self.difficulty2task_dict.items())
-        return [sorted(tasks & self.memory.keys()) for s, tasks in buckets if low < s <= high]
+        A task without a success in its last group is among them if it has older ones.
+        """
+        buckets = {}
+        for task, num_successes in sorted(self.difficulty.items()):
+            if num_successes <= self.args.experience_rbound and task in self.memory:
+                buckets.setdefault(num_successes, []).append(task)
+        return buckets
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
-        """Without replacement: any bucket, then one of its tasks."""
-        buckets, chosen = self.valid_tasks(), []
-        while any(buckets) and len(chosen) < count:
-            tasks = rng.choice([tasks for tasks in buckets if tasks])
+        """Draw a bucket, then one of its tasks, without replacement."""
+        buckets = self.valid_tasks()
+        chosen = []
+        while buckets and len(chosen) < count:
+            num_successes = rng.choice(sorted(buckets))
+            tasks = buckets[num_successes]
             chosen.append(tasks.pop(rng.randrange(len(tasks))))
+            if not tasks:
+                del buckets[num_successes]
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
-        """At most k, and one place of the group is left for a fresh one."""
-        most = min(self.args.offpolicy_trajectories_per_task, self.args.group_size - 1)
+        """One recorded success of a task, in a list."""
         shuffled = rng.sample(self.memory[task], len(self.memory[task]))
-        return sorted(shuffled, key=self.preference)[:most]
+        return sorted(shuffled, key=self.preference)[:1]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
-        """These tasks are the first groups of a batch; what is replayed stands behind the fresh."""
+        """These tasks are the first groups of a batch. A replayed member has the last place."""
         batch = []
         for data_id, task in enumerate(tasks):
-            found = self.get_offpolicy_trajectories_from_memory(task, rng)
-            first = self.args.group_size - len(found)
-            batch += [convert_offpolicy_to_cmt(t, data_id, first + i) for i, t in enumerate(found)]
+            for stored in self.get_offpolicy_trajectories_from_memory(task, rng):
+                batch.append(convert_offpolicy_to_cmt(stored, data_id, self.args.group_size - 1))
         return batch
+
+    def state_dict(self) -> dict:
+        memory = {task: [vars(t) for t in stored] for task, stored in self.memory.items()}
+        return dict(difficulty=self.difficulty, skip_uid_set=self.skip_uid_set, memory=memory)
+
+    def load_state_dict(self, state: dict):
+        self.difficulty = state["difficulty"]
+        self.skip_uid_set = state["skip_uid_set"]
+        for task, stored in state["memory"].items():
+            self.memory[task] = [Trajectory(**values) for values in stored]
 
 
 class ExperienceMixCollateFn:
-    """-> (experience_tasks, on_policy_tasks): B in all, none twice. The second come in passes;
-    retired tasks are passed over as long as enough others are left."""
+    """Choose the tasks of an iteration: some from the replay pool, the others in shuffled passes."""
 
-    def __init__(self, args, manager, tasks: list[int]):
-        self.args, self.manager, self.tasks = args, manager, tasks
+    def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
+        self.args = args
+        self.manager = manager
+        self.tasks = tasks
 
     def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
-        most = int(self.args.num_tasks * self.args.exp_ratio + 1e-9)
-        chosen = self.manager.sample_tasks_from_replaypool(most, rng)
-        count, others = self.args.num_tasks - len(chosen), set(self.tasks) - set(chosen)
-        active = others - self.manager.skip_uid_set
-        allowed = active if len(active) >= count else others
-        turn, place = divmod((iteration - 1) * self.args.num_tasks, len(self.tasks))
-        orders = (random.Random(f"{self.args.seed}/pass {i}") for i in (turn, turn + 1))
-        queue = sum((order.sample(self.tasks, len(self.tasks)) for order in orders), [])[place:]
-        return chosen, [task for task in dict.fromkeys(queue) if task in allowed][:count]
+        """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
+        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
+        num_others = self.args.num_tasks - len(experience_tasks)
+        others = [task for task in self.queue(iteration) if task not in experience_tasks]
+        active = [task for task in others if task not in self.manager.skip_uid_set]
+        if len(active) < num_others:  # too few are left: retired tasks are played again
+            active = others
+        return experience_tasks, active[:num_others]
+
+    def queue(self, iteration: int) -> list[int]:
+        """All tasks, in an order that starts where this iteration stands in its pass."""
+        num_passes, place = divmod((iteration - 1) * self.args.num_tasks, len(self.tasks))
+        order = []
+        for number in (num_passes, num_passes + 1):
+            pass_rng = random.Random(f"{self.args.seed}/pass {number}")
+            order += pass_rng.sample(self.tasks, len(self.tasks))
+        return list(dict.fromkeys(order[place:]))
 
 
-def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
-    """A stored trajectory as a member of a group of this batch."""
-    return replace(stored, data_id=data_id, rollout_id=rollout_id, is_experience_replay=True)
+def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
+    """Replay: note log-probs and entropy in fresh trajectories, before they are stored."""
+    for i, t in enumerate(trajectories):
+        if not t.is_experience_replay:
+            length = sum(len(ids) for _, ids in t.steps)
+            t.old_log_probs = batch["logprobs"][i, :length].tolist()
+            t.entropy = masked_mean(entropy[i], batch["response_mask"][i]).item()
 
 
-def tokenize_steps(steps, is_experience_replay=False):
-    """-> response, from the agent's first token on; its mask; prefix mask: what is from memory"""
-    response = [token for _, ids in steps for token in ids]
-    mask = [int(role == "assistant") for role, ids in steps for _ in ids]
-    return response, mask, [bit * int(is_experience_replay) for bit in mask]
+# --- imitation: --method sft ---
+def options_of_phase(args, iteration: int):
+    """--imitate-iterations: the first iterations have the options of --method sft."""
+    if iteration > args.imitate_iterations:
+        return args
+    return replace(args, method="sft", enable=True, imitate_iterations=0, **METHODS["sft"])
 
 
-def get_extra(t: Trajectory) -> dict:
-    """What a sample has to say besides its tokens."""
-    replay = t.is_experience_replay
-    stripped = t.injected and not t.keep and not replay
-    return dict(is_experience_replay=replay, stripped=stripped, off_policy=stripped or replay)
+def draw_successes(manager, args, rng) -> list[Trajectory]:
+    """A batch of successes so far, with replacement; keep or strip is drawn for each."""
+    keeps = draw(args.batch_size, args.train_sample_expmode, args.train_sample_keepratio, rng)
+    stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
+    if not stored:
+        return []
+    chosen = rng.choices(stored, k=args.batch_size)
+    return [replace(t, keep=keep) for t, keep in zip(chosen, keeps, strict=True)]
 
 
-def samples_to_dataproto(trajectories, device, view="training") -> dict:
-    """Tensors of the batch: prompts padded on the left, responses on the right. Two masks: exp_mask
-    picks the surrogate (stripped or replayed), replay_mask who gets recorded log-probs."""
-    rows = [tokenize_steps(t.steps, t.is_experience_replay) for t in trajectories]
-    responses, masks, prefixes = zip(*rows, strict=True)
-    prompts = pad([prompt_of(t, view) for t in trajectories], "left")
-    ids = torch.cat([prompts, pad(responses)], 1)  # (B,P+R)
-    response_mask = pad(masks).clamp(min=0)  # (B,R)
-    off_policy = torch.tensor([[get_extra(t)["off_policy"]] for t in trajectories])
-    recorded = [t.old_log_probs or [0.0] * len(x) for t, x in zip(trajectories, masks, strict=True)]
-    data = dict(ids=ids.clamp(min=0), mask=(ids >= 0).long(), response_mask=response_mask)
-    data |= dict(exp_mask=response_mask * off_policy, replay_mask=pad(prefixes).clamp(min=0))
-    data["recorded_old_log_probs"] = pad(recorded)
-    data["rewards"] = torch.tensor([t.reward for t in trajectories], dtype=torch.float32)  # (B,)
-    data["group_ids"] = torch.tensor([t.data_id for t in trajectories])
-    return {name: x.to(device) for name, x in data.items()}
+# --- update ---
+def weaken_stripped_failures(batch: dict):
+    """Methods that strip: a failure's token weighs pi(y|question) / pi(y|advice, question) <= 1.
+
+    Without it nothing would end the push against tokens that only the advice had made likely.
+    """
+    is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
+    weights = (batch["logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
+    weights = weights.where(is_stripped & (batch["advantages"] < 0), 1.0)
+    batch["advantages"] = batch["advantages"] * weights
 
 
-def pad(rows, side="right"):
-    """Lists -> (B,T), -1 where there is nothing: no mask may come from an id that is a token."""
-    rows = [torch.as_tensor(row) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=-1, padding_side=side)
+def grpo_loss(policy, minibatch: dict, num_tokens, args):
+    """-> loss, dict of statistics, log-ratios (B,R)
+
+    Loss and statistics are sums over these rows, divided by the tokens of the whole minibatch:
+    micro-batches and ranks add up.
+    """
+    mask = minibatch["response_mask"].float()
+    is_off = minibatch["exp_mask"].float()
+    old_logprobs = minibatch["logprobs"]
+    advantages = minibatch["advantages"]
+    logprobs, entropy = logprobs_and_entropy(policy, minibatch)
+    if not args.ent_coef:
+        entropy = entropy.detach()  # only logged: skip its backward pass
+
+    on_loss, on_clipped = policy_loss(
+        logprobs, old_logprobs, advantages, args.clip_low, args.clip_high, DUAL_CLIP
+    )
+    off_loss, off_clipped = policy_loss(
+        logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
+    )
+    pg_loss = torch.where(is_off == 1, off_loss, on_loss)
+    if args.method == "sft":  # cross-entropy; the advantage of a success is 1
+        pg_loss = -advantages * logprobs
+    per_token = dict(
+        policy_loss=pg_loss,
+        on_policy_loss=pg_loss * (1 - is_off),
+        off_policy_loss=pg_loss * is_off,
+        clipfrac_on=on_clipped * (1 - is_off),
+        clipfrac_off=off_clipped * is_off,
+        entropy=entropy,
+        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+    )
+    means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}
+    loss = means["policy_loss"] - args.ent_coef * means["entropy"]
+    stats = {name: mean.detach() for name, mean in means.items()}
+    return loss, stats, logprobs.detach() - old_logprobs
 
 
-def _replace_recorded_old_log_probs(data: dict, old_log_probs):
-    """Replayed tokens get the log-probs they were recorded with.  (B,R) -> (B,R)"""
-    return torch.where(data["replay_mask"].bool(), data["recorded_old_log_probs"], old_log_probs)
-
-
-# --- math ---
-LOSSES = "policy_loss entropy on_policy_loss approx_kl clipfrac_on off_policy_loss clipfrac_off"
-
-
-def total(x):
-    """Sum over the ranks of torchrun."""
-    x = x.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def masked_mean(x, mask):
-    return (x * mask).sum() / mask.sum().clamp(min=1)
-
-
-def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Which of `count` rollouts are guided, or which tasks keep: at random places."""
-    share = {"woexp": 0, "discard": 0, "all": 1, "keep": 1}.get(mode, ratio)
-    # 100 x 0.29 is 28.999999999999996 and means 29
-    chosen = rng.sample(range(count), math.floor(count * share + 1e-9))
-    return [i in chosen for i in range(count)]
-
-
-def group_advantages(rewards, group_ids):
-    """(R - mean) / (std + 1e-6) in each group, ddof 1; 0 for equal rewards.  2 x (B,) -> (B,)"""
-    advantages = torch.zeros_like(rewards)
-    for group in group_ids.unique():
-        r = rewards[group_ids == group]
-        if not (r == r[0]).all():  # the mean of equal floats need not be that float
-            advantages[group_ids == group] = (r - r.mean()) / (r.std() + 1e-6)
-    return advantages
-
-
-def k3_kl(logprobs, ref_logprobs):
-    """KL(pi | pi_ref) per token, never negative (Schulman's k3).  2 x (B,R) -> (B,R)"""
-    logratio = (ref_logprobs - logprobs).clamp(-20, 20)
-    return logratio.exp() - 1 - logratio
-
-
-def policy_loss(new_logprobs, logprobs, advantages, clip_low, clip_high, dual_clip=None):
-    """Clipped surrogate, eq. 7 of arXiv:1707.06347v2, as a loss; where it binds.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # exp of more is inf, and inf * 0 is NaN
-    plain = -advantages * ratio
-    loss = torch.max(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
-    if dual_clip is not None:  # v1: clip: a ratio that explodes where A < 0 is bounded, too
-        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
-    return loss, (loss != plain).float()
-
-
-def shaped_loss(new_logprobs, logprobs, advantages, beta):
-    """-A w / (w + beta), LUFFY's shaping: unlikely tokens keep a gradient.  3 x (B,R) -> (B,R)"""
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()
-    return -advantages * ratio / (ratio + beta)
-
-
-def grpo_loss(policy, mb, num_tokens, args):
-    """-> loss of rows of a minibatch of so many tokens; sums, counts of LOSSES; log-ratios (B,R)"""
-    mask, off, replayed = (mb[name].bool() for name in ("response_mask", "exp_mask", "replay_mask"))
-    logprobs, entropy = policy(mb)
-    known = (logprobs, mb["logprobs"], mb["advantages"])
-    on_loss, on_clipped = policy_loss(*known, args.clip_low, args.clip_high, args.clip_c)
-    off_loss, off_clipped = policy_loss(*known, args.clip_low, args.off_cliprange_high, args.clip_c)
-    if args.replay_loss == "shape":
-        off_loss = torch.where(replayed, shaped_loss(*known, args.shaping_beta), off_loss)
-        off_clipped = off_clipped * ~replayed
-    pg_loss = torch.where(off, off_loss, on_loss)
-    if args.method == "sft":  # cross-entropy; the advantage of a success is 1 here
-        pg_loss = -mb["advantages"] * logprobs
-    kl = k3_kl(mb["logprobs"], logprobs.detach())
-    on = mask & ~off
-    terms = [(pg_loss, mask), (entropy, mask), (pg_loss, on), (kl, on), (on_clipped, on)]
-    terms += [(pg_loss, off), (off_clipped, off)]  # as in LOSSES
-    sums = torch.stack([x.masked_fill(~tokens, 0.0).sum() for x, tokens in terms])
-    counts = torch.stack([tokens.sum() for _, tokens in terms])
-    # one mean over all tokens of the minibatch: the shares of micro-batches and ranks add up
-    stats = torch.stack([sums.detach(), counts])
-    return sums[0] / num_tokens, stats, logprobs.detach() - mb["logprobs"]
-
-
-# --- rollout ---
-def inject_experience(question: str, experience: str, template: str) -> str:
-    """By partition: str.format would read the braces of either text."""
-    before, _, after = template.partition("{}")
-    return before + experience + after + question if experience else question
-
-
-class Dialogue:
-    """Turns <-> token ids, with the tokenizer's chat template or as plain text."""
-
-    def __init__(self, tokenizer, chat_template: bool, eos_ids):
-        self.tokenizer, self.chat_template = tokenizer, chat_template
-        self.eos_ids = set(eos_ids.tolist())
-        self.prompt = functools.cache(self.make_prompt)  # they repeat in a group
-        self.reply = functools.cache(self.make_reply)
-
-    def render(self, *turns: str) -> str:
-        roles = ("user", "assistant", "user")
-        turns = [dict(role=role, content=text) for role, text in zip(roles, turns, strict=False)]
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-
-    def make_prompt(self, text: str) -> list[int]:
-        text = self.render(text) if self.chat_template else text
-        return self.tokenizer(text, add_special_tokens=not self.chat_template).input_ids
-
-    def make_reply(self, observation: str, ended: bool) -> list[int]:
-        """Behind the agent's turn: its end if it has none, what it sees, the next one's start."""
-        text = f"\n{observation}"  # and nothing behind it, as behind the question
-        if self.chat_template:  # what the template puts behind an answer, and nothing before it
-            text = self.render("a", "@@", observation).partition("@@")[2]
-        ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids[1:] if ended and ids[0] in self.eos_ids else ids
-
-    def read(self, ids: list[int]) -> str:
-        ids = [i for i in ids if i not in self.eos_ids]
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def sample_token(logits, uniforms):
-    """Inverse-CDF draw: an answer does not depend on the rows beside it.  (B,V), (B,) -> (B,)"""
-    cdf = logits.softmax(-1).cumsum(-1)
-    token = torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True).squeeze(-1)
-    return token.clamp(max=logits.shape[-1] - 1)
-
-
-@torch.no_grad()
-def play_games(policy, trajectories, envs, pool, dialogue, args, step, uniforms=None):
-    """Retrieve, inject, play to the end, score; greedily without uniforms (B, turns x tokens). One
-    cache over all turns: the environment's words are fed with the next step, padded on the left."""
-    device = policy.eos_ids.device
-    retrieve = functools.cache(lambda text: pool.retrieve(text, args.retrieve_top_k, step))
-    waiting, turn_ids, actions = [], [[] for _ in trajectories], [[] for _ in trajectories]
-    for t, env in zip(trajectories, envs, strict=True):
-        question, info = env.reset(t.task)
-        advice = retrieve(question) if t.guided or args.method == "sd" else ""
-        if t.guided and t.task >= PRACTICE:  # rules nobody has seen: the environment's own advice
-            advice = f"{info['topic']} : " + " ".join(info["solution"])
-        t.topic, t.injected = info["topic"], t.guided and bool(advice)
-        told = inject_experience(question, advice, args.experience_template)
-        t.prompt_ids, t.advised_ids = dialogue.prompt(question), dialogue.prompt(told)
-        waiting.append(prompt_of(t, "behavior"))
-    alive, cache = list(range(len(trajectories))), transformers.DynamicCache()
-    mask = torch.zeros(len(trajectories), 0, dtype=int, device=device)
-    while alive:
-        block = pad([waiting[i] for i in alive], "left").to(device)
-        mask = torch.cat([mask, (block >= 0).long()], 1)
-        logits = policy.step(block.clamp(min=0), mask, cache)  # (A,V)
-        token = logits.argmax(-1)
-        if uniforms is not None:
-            counts = [len(trajectories[i].sampler_logprobs) for i in alive]
-            token = sample_token(logits, uniforms[alive, counts].to(device))
-        logprobs = logits.log_softmax(-1).gather(-1, token[:, None]).squeeze(-1).tolist()
-        going = []
-        for row, (i, new, logprob) in enumerate(zip(alive, token.tolist(), logprobs, strict=True)):
-            t, ended = trajectories[i], new in dialogue.eos_ids
-            t.sampler_logprobs.append(logprob)
-            turn_ids[i].append(new)
-            waiting[i] = [new]
-            if ended or len(turn_ids[i]) == args.max_turn_tokens:
-                actions[i].append(dialogue.read(turn_ids[i]))
-                observation, reward, terminated, truncated, info = envs[i].step(actions[i][-1])
-                t.reward += reward
-                t.steps.append(("assistant", turn_ids[i]))
-                waiting[i], turn_ids[i] = [new, *dialogue.reply(observation, ended)], []
-                if terminated or truncated or len(actions[i]) == args.max_turns:
-                    t.success = terminated and t.reward >= args.success_reward
-                    did = f"{t.topic} : " + " ".join(actions[i])
-                    t.experience = info.get("experience", did) if t.success else ""
-                    continue
-                t.steps.append(("env", waiting[i][1:]))
-            going.append(row)
-        if 0 < len(going) < len(alive):
-            cache.batch_select_indices(torch.tensor(going, device=device))
-            mask = mask[going]
-        alive = [alive[row] for row in going]
-
-
-def collect(policy, envs, pool, dialogue, args, trajectories, step, uniforms=None):
-    """play_games() for all, each rank playing its own.  -> everybody's, by (data_id, rollout_id)"""
-    mine = trajectories[args.rank :: args.world_size]
-    for start in range(0, len(mine), len(envs)):
-        part = mine[start : start + len(envs)]
-        places = [t.data_id for t in part], [t.rollout_id for t in part]
-        drawn = None if uniforms is None else uniforms[places]  # (b, turns x tokens)
-        play_games(policy, part, envs[: len(part)], pool, dialogue, args, step, drawn)
-    parts = [mine] * args.world_size
-    if args.world_size > 1:
-        dist.all_gather_object(parts, mine)
-    return sorted(sum(parts, []), key=lambda t: (t.data_id, t.rollout_id))
-
-
-@torch.no_grad()
-def compute_log_prob(policy, data: dict, args):
-    """By the training forward, not the sampler: the first ratio is 1.  -> 2 x (B,R)"""
-    logprobs, entropys = torch.zeros(2, *data["response_mask"].shape, device=data["ids"].device)
-    rows = torch.arange(len(logprobs), device=logprobs.device)[args.rank :: args.world_size]
-    for inds in rows.split(args.batch_size // args.num_minibatches):
-        logprobs[inds], entropys[inds] = policy({name: x[inds] for name, x in data.items()})
-    return total(logprobs), total(entropys)
+def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    parameters = optimizer.param_groups[0]["params"]
+    device = batch["ids"].device
+    steps = []
+    num_skipped = 0
+    for _ in range(args.update_epochs):
+        logratios = torch.zeros_like(batch["logprobs"])
+        shuffled = torch.randperm(args.batch_size).to(device)
+        for mb_inds in shuffled.chunk(args.num_minibatches):
+            optimizer.zero_grad()
+            num_tokens = batch["response_mask"][mb_inds].sum()
+            my_inds = mb_inds[rank() :: world_size()]
+            micro_stats = []
+            for micro_inds in my_inds.tensor_split(args.gradient_accumulation_steps):
+                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, stats, logratio = grpo_loss(policy, minibatch, num_tokens, args)
+                loss.backward()
+                micro_stats.append(stats)
+                logratios[micro_inds] = logratio
+            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+            sum_over_ranks(stats.values())
+            sum_gradients(policy)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
+            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
+            steps.append(stats)
+            if all(value.isfinite() for value in stats.values()):
+                optimizer.step()
+            else:
+                num_skipped += 1  # a NaN must not reach the weights
+    if num_skipped == len(steps):
+        sys.exit("no step of this update had a finite loss and gradient")
+    metrics = {"losses/skipped_steps": num_skipped}
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    sum_over_ranks([logratios])
+    ratios = logratios[batch["exp_mask"] == 1].exp()  # of off-policy tokens, in the last epoch
+    if len(ratios):
+        metrics["ratio/off_mean"] = ratios.mean().item()
+        metrics["ratio/off_p99"] = ratios.quantile(0.99).item()
+        metrics["ratio/off_max"] = ratios.max().item()
+    return metrics
 
 
 # --- evaluate ---
-def validate(play, env, held_out: list[int], args, step: int):
-    """Greedy episodes, guided and unguided apart; changes nothing.  -> metrics, trajectories"""
+def validate(player: Player, held_out: list[int], iteration: int):
+    """Greedy episodes with and without advice. Changes nothing.  -> metrics, episodes"""
+    args = player.args
     guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, random.Random(0))
-    done = play([Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)], step)
-    kinds = dict(guided=[t for t in done if t.guided], unguided=[t for t in done if not t.guided])
-    if "solution" in env.reset(PRACTICE)[1]:  # does the policy still do what it is told?
-        unseen = range(2 * PRACTICE, 2 * PRACTICE + math.ceil(len(held_out) / 2))
-        kinds["unseen"] = play([Trajectory(x, i, guided=True) for i, x in enumerate(unseen)], step)
-    kinds["rate"] = kinds["unguided"] or kinds["guided"]  # the headline
-    metrics = {f"eval/success_{name}": sum(t.success for t in found) / len(found)
-               for name, found in kinds.items() if found}
-    metrics["eval/episodic_return"] = sum(t.reward for t in kinds["rate"]) / len(kinds["rate"])
-    return metrics, done
+    planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
+    played = player.play(planned, iteration)
+    unguided = [t for t in played if not t.guided]
+    advised = [t for t in played if t.advice]  # guided without advice counts for neither
+    kinds = dict(unguided=unguided, guided=advised, rate=unguided or played)
+    metrics = {"eval/episodic_return": fmean([t.reward for t in kinds["rate"]])}
+    for name, trajectories in kinds.items():
+        if trajectories:
+            metrics[f"eval/success_{name}"] = fmean([t.success for t in trajectories])
+    return metrics, played
+
+
+def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory]) -> dict:
+    """Means over the episodes of a batch. A kind of episode that it does not have gets no number."""
+    values = defaultdict(list)
+    groups = defaultdict(list)
+    for t in fresh:
+        groups[t.data_id].append(t.success)
+        values["charts/success_rate"].append(t.success)
+        values["charts/episodic_return"].append(t.reward)
+        values["charts/episodic_length"].append(len(t.turns))
+        values["success/guided" if t.advice else "success/unguided"].append(t.success)
+        if t.guided:
+            values["exp/retrieval_empty_frac"].append(not t.advice)
+    for t in fresh + replayed:
+        values["exp/off_frac"].append(get_extra(t)["off_policy"])
+    for group in groups.values():
+        values["groups/all_fail"].append(not any(group))
+        values["groups/all_success"].append(all(group))
+    for t in replayed:
+        values["groups/rescued"].append(not any(groups[t.data_id]))
+    return {name: fmean(x) for name, x in values.items()}
+
+
+def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], iteration: int) -> dict:
+    metrics = {
+        "replay/pool_tasks": sum(len(tasks) for tasks in manager.valid_tasks().values()),
+        "replay/trajectories": sum(len(stored) for stored in manager.memory.values()),
+        "replay/skip_set": len(manager.skip_uid_set),
+        "replay/experience_tasks": len(replayed),
+    }
+    if replayed:
+        metrics["replay/age_mean"] = fmean([iteration - t.version for t in replayed])
+    for num_successes, num_tasks in Counter(manager.difficulty.values()).items():
+        metrics[f"replay/bucket_{num_successes}"] = num_tasks
+    return metrics
+
+
+# --- main ---
+def main(args: Args) -> dict[str, float]:
+    if args.run_dir and Path(args.run_dir).exists() and not is_resumable(args):
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    torch.set_num_threads(args.num_threads)
+    torch.manual_seed(args.seed)
+    transformers.utils.logging.disable_progress_bar()
+    device = pick_device(args.device, built_in=args.model_name is None)
+    device = init_distributed(device)
+
+    tasks = list(range(args.num_train_tasks))
+    held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
+    envs = [TextEnv(args) for _ in range(args.batch_size)]
+    pool = ExperiencePool(args)
+    if args.experience_pool:
+        pool.load(args.experience_pool)
+    words = []
+    if args.model_name is None:
+        words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
+    lm, tokenizer, eos_ids = load_agent(args, words)
+    policy = Policy(lm, eos_ids, args.temperature).to(device)
+    dialogue = Dialogue(tokenizer, args, eos_ids)
+    player = Player(policy, envs, pool, dialogue, args)
+    pool.ask = functools.partial(ask_policy, policy, dialogue)
+    if args.model_name is None:
+        practise(policy, envs[0], dialogue, args)
+    broadcast_weights(policy)
+    if args.fsdp:
+        shard(policy, device)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    manager = ExperienceManager(args)
+    mix = ExperienceMixCollateFn(args, manager, tasks)
+    uniforms_shape = (args.group_size, args.max_turns * args.max_turn_tokens)
+
+    run = Run(args)
+    state = dict(iteration=0, global_step=0)
+    if args.resume and (run.dir / "checkpoint.pt").exists():
+        state = load_checkpoint(run, policy, optimizer)
+        pool.records = state["pool"]
+        pool.num_failed_calls = state["num_failed_calls"]
+        manager.load_state_dict(state["manager"])
+        metrics = run.rows[-1]
+        episodes = []
+    else:
+        if args.uses_pool and args.init_exp_before_training:
+            played = play_first_tasks(player, tasks, uniforms_shape)
+            pool.fill_pool(played, step=-1)
+            state["global_step"] = len(played)
+        metrics, episodes = validate(player, held_out, iteration=0)
+        drop_lines_after(-1, run.dir / "metrics.jsonl")
+        drop_lines_after(-1, run.dir / "episodes.jsonl")
+        run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
+        run.log_episodes(state["global_step"], episodes)
+    signals = Signals()
+    done = state["iteration"]
+    progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
+    for iteration in range(done + 1, args.num_iterations + 1):
+        start_time = time.time()
+        # The random numbers of an iteration depend on the seed and the iteration only.
+        torch.manual_seed(args.seed * 1_000_003 + iteration)
+        exp_rng = random.Random(f"{args.seed}/{iteration}/e")
+        replay_rng = random.Random(f"{args.seed}/{iteration}/r")
+        learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
+        optimizer.param_groups[0]["lr"] = learning_rate
+        phase = options_of_phase(args, iteration)
+
+        # 1. choose tasks; with replay some come with a recorded success
+        experience_tasks, on_policy_tasks = mix(iteration, replay_rng)
+        replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
+
+        # 2. play the other episodes of each group, some of them with advice
+        tasks_of_groups = experience_tasks + on_policy_tasks
+        planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
+        fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
+        state["global_step"] += len(fresh)
+
+        # 3. training samples: each completion behind its training prompt
+        trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
+        if phase.method == "sft":
+            manager.save_trajectories_to_memory([t for t in fresh if t.success])
+            trajectories = draw_successes(manager, phase, exp_rng) or trajectories
+        batch = samples_to_dataproto(trajectories, device)
+
+        # 4. log-probs before the update; replay records them before it replaces any
+        batch["logprobs"], entropy = compute_log_prob(policy, batch, args)
+        mismatch = logprob_mismatch(trajectories, batch, iteration)
+        if args.use_experience_replay:
+            manager.update_difficulty2task_dict(fresh)
+            record_log_probs(trajectories, batch, entropy)
+            storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
+            manager.save_trajectories_to_memory(storable)
+        if args.replay_old_logp == "recorded":
+            batch["logprobs"] = _replace_recorded_old_log_probs(batch, batch["logprobs"])
+
+        # 5. advantages
+        advantages = group_advantages(batch["rewards"], batch["group_ids"], args.adv_std)
+        if phase.method == "sft":
+            advantages = batch["successes"]
+        batch["advantages"] = advantages[:, None] * batch["response_mask"]
+        if phase.train_sample_expmode != "keep":
+            weaken_stripped_failures(batch)
+        rollout_time = time.time() - start_time
+
+        # 6. update
+        losses = grpo_update(policy, optimizer, batch, phase)
+
+        # 7. notes about the new episodes
+        if args.uses_pool and args.updated_freq and iteration % args.updated_freq == 0:
+            pool.fill_pool(fresh, iteration)
+
+        # 8. evaluate and log
+        metrics = {
+            "global_step": state["global_step"],
+            "exp/pool_size": len(pool.records),
+            "exp/failed_calls": pool.num_failed_calls,
+            "charts/learning_rate": learning_rate,
+            "charts/SPS": len(fresh) / (time.time() - start_time),
+            "time/rollout": rollout_time,
+            "time/update": time.time() - start_time - rollout_time,
+        }
+        metrics |= rollout_metrics(fresh, replayed) | mismatch | losses
+        if args.use_experience_replay:
+            metrics |= replay_metrics(manager, replayed, iteration)
+        is_last = iteration == args.num_iterations
+        if is_last or iteration % args.eval_every == 0:
+            scores, episodes = validate(player, held_out, iteration)
+            metrics |= scores
+            run.log_episodes(state["global_step"], episodes)
+            if args.val_summarizer_save:
+                pool.fill_pool(episodes, iteration)
+        run.log(metrics)
+        if metrics.get("exp/retrieval_empty_frac") == 1 and (is_last or iteration == 1):
+            print(f"warning: {len(pool.records)} notes, and no advice for any guided episode")
+
+        status = f"success {metrics['charts/success_rate']:.2f}"
+        progress.set_postfix_str(status, refresh=False)
+        progress.update()
+        if progress.disable:  # the output is not a terminal: print lines instead of a bar
+            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+
+        interrupted = any_rank(signals.received, device)
+        if is_last or interrupted or iteration % args.save_every == 0:
+            state["iteration"] = iteration
+            state["pool"] = pool.records
+            state["num_failed_calls"] = pool.num_failed_calls
+            state["manager"] = manager.state_dict()
+            save_checkpoint(run, policy, optimizer, state)
+        if interrupted and not is_last:
+            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+            return metrics
+
+    signals.release()
+    progress.close()
+    save_model(policy, tokenizer, run.dir / "final_model")
+    print_episodes(episodes)
+    run.finish()
+    return metrics
+
+
+def play_first_tasks(player: Player, tasks: list[int], uniforms_shape) -> list[Trajectory]:
+    """Episodes of training tasks without advice: the first notes are about them."""
+    args = player.args
+    num_tasks = min(args.init_exp_before_training, len(tasks))
+    planned = []
+    for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
+        planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
+    return player.play(planned, 0, torch.rand(num_tasks, *uniforms_shape))
+
+
+def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
+    """Sampler against training forward, on new samples that stand behind the prompt that was read."""
+    is_new = torch.tensor([[t.version == iteration] for t in trajectories])
+    comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"])
+    if not comparable.any():
+        return {}
+    difference = (batch["logprobs"] - batch["sampler_logprobs"]).abs()
+    mismatch = masked_mean(difference, comparable).item()
+    if mismatch > 0.1 and iteration == 1:
+        sys.exit("the cached steps of this model do not agree with its forward pass")
+    return {"rollout/logprob_mismatch": mismatch}
+
+
+# --- task: environments ---
+NAMES = (
+    "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar maple north opal "
+    "pearl quartz river slate topaz umber violet willow yarrow"
+).split()
+
+
+class LockEnv:
+    """Press four buttons in order; a wrong one costs a turn. Locks of a family share a secret."""
+
+    actions = ("red", "green", "blue", "gold")
+
+    def __init__(self, num_families: int = 12):
+        self.names = NAMES[:num_families]
+
+    def reset(self, seed: int):
+        room, family = divmod(seed, len(self.names))
+        rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")
+        self.secret = rules.choices(self.actions, k=4)
+        self.slot = 0
+        self.name = self.names[family]
+        # The solution is for the teacher of the warm start, and for advice about unseen locks.
+        info = dict(topic=self.name, solution=self.secret)
+        return f"lock {self.name} room {room % 100:02d}", info
+
+    def step(self, action: str):
+        if action != self.secret[self.slot]:
+            return f"jam {self.slot}", 0.0, False, False, {}
+        self.slot += 1
+        if self.slot < 4:
+            return f"click {self.slot}", 0.0, False, False, {}
+        experience = f"{self.name} : " + " ".join(self.secret)
+        return "open", 1.0, True, False, dict(experience=experience)
+
+
+@functools.cache
+def load_module(path: str):
+    """A file is loaded once, with its folder on the path for imports of its own."""
+    if not path.endswith(".py"):
+        return importlib.import_module(path)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_object(place: str):
+    """file.py:name or module:name"""
+    path, _, name = place.rpartition(":")
+    return getattr(load_module(path), name)
+
+
+class TextEnv:
+    """An environment as a text game: reset(task) -> text, info; step(text) -> Gymnasium's five."""
+
+    def __init__(self, args):
+        name, brace, options = args.env.partition("{")
+        options = json.loads(brace + options or "{}")
+        if name == "lock":
+            self.env = LockEnv(**options)
+        elif ":" in name:
+            self.env = load_object(name)(**options)
+        else:
+            self.env = gym.make(name, **options)
+        self.success_reward = args.success_reward
+        self.numbers = []
+        space = getattr(self.env, "action_space", None)
+        if hasattr(space, "n"):
+            self.numbers = range(space.start, space.start + space.n)
+        self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
+
+    def reset(self, task: int) -> tuple[str, dict]:
+        observation, info = self.env.reset(seed=task)
+        self.earned = 0.0
+        return str(observation), dict(topic=str(observation)) | info
+
+    def step(self, text: str):
+        """The action that is named last counts. Text without an action costs a turn and a point.
+
+        The point does not decide on success. An episode is a success if the environment says so in
+        info["success"], or else if it ended and the environment's rewards reach --success-reward.
+        """
+        action = text
+        if self.actions:
+            found = []
+            for number, name in enumerate(self.actions):
+                for match in re.finditer(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
+                    found.append((match.end(), len(name), number))
+            if not found:
+                return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
+            _, _, number = max(found)  # of two names that end at one place, the longer one
+            action = (self.numbers or self.actions)[number]
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.earned += float(reward)
+        success = terminated and self.earned >= self.success_reward
+        info = dict(success=bool(success)) | info
+        return str(observation), float(reward), bool(terminated), bool(truncated), info
+
+
+# --- task: practice of the tiny model ---
+WORD = r"\d|[^\W\d]+|[^\w\s]"  # one token: a digit, a word, or a mark
+
+
+def practice_game(env: TextEnv, task: int, rng, args):
+    """A teacher that mostly follows advice, else acts at random.  -> question, advice, turns"""
+    question, info = env.reset(task)
+    words = env.actions or re.findall(WORD, question) or ["ok"]
+    plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
+    advice = ""
+    if rng.random() < 0.6:
+        advice = f"{info['topic']} : " + " ".join(plan)
+    turns = []
+    for _ in range(args.max_turns):
+        action = rng.choice(words)
+        if advice and plan and rng.random() < 0.8:
+            action = plan[0]
+        if plan and action == plan[0]:
+            plan.pop(0)
+        observation, _, terminated, truncated, _ = env.step(action)
+        turns.append((action, observation))
+        if terminated or truncated:
+            break
+    return question, advice, turns
+
+
+def vocabulary(env: TextEnv, tasks, held_out, records: list[dict], args) -> list[str]:
+    """Words of the tiny model: actions, notes, questions, and what games with random actions say."""
+    texts = [*env.actions, args.experience_template, "not an action : 0 1 2 3 4 5 6 7 8 9"]
+    texts += [record["text"] for record in records]
+    texts += [env.reset(task)[0] for task in held_out]
+    for task in tasks:
+        question, advice, turns = practice_game(env, task, random.Random(task), args)
+        texts += [question, advice, *sum(turns, ())]
+    return sorted({word for text in texts for word in re.findall(WORD, text)})
+
+
+def practise(policy, env: TextEnv, dialogue, args):
+    """Supervised steps on games with random rules: how to play and to follow advice."""
+    print(f"warm start: {args.warm_start_steps} supervised steps on random rules", flush=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
+    rng = random.Random(f"{args.seed}/warm start")
+    for _ in range(args.warm_start_steps):
+        games = []
+        for task in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
+            question, advice, turns = practice_game(env, task, rng, args)
+            prompt = inject_experience(question, advice, args.experience_template)
+            t = Trajectory(task, advised_ids=dialogue.prompt(prompt))
+            for action, observation in turns:
+                ids = dialogue.encode(action) + [min(dialogue.eos_ids)]
+                ids = ids[: args.max_turn_tokens]
+                t.steps.append(("assistant", ids))
+                t.steps.append(("env", dialogue.reply(observation, ids)))
+                t.sampler_logprobs += [0.0] * len(ids)
+            games.append(t)
+        batch = samples_to_dataproto(games, policy.eos_ids.device)
+        logprobs, _ = logprobs_and_entropy(policy, batch)
+        (-masked_mean(logprobs, batch["response_mask"])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- model: load one, or make the tiny one ---
+def pick_device(name: str, built_in: bool) -> torch.device:
+    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    if name != "auto":
+        return torch.device(name)
+    if built_in:
+        return torch.device("cpu")
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+class Dialogue:
+    """Turns to token ids and back, with the tokenizer's chat template or as plain text."""
+
+    def __init__(self, tokenizer, args, eos_ids):
+        self.tokenizer = tokenizer
+        self.chat_template = args.chat_template
+        self.system_prompt = args.system_prompt
+        self.eos_ids = set(eos_ids.tolist())
+        self.encode = functools.cache(self.encode)  # texts repeat
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        if self.tokenizer.unk_token_id in ids:
+            print(f"warning: the model reads {self.tokenizer.unk_token} in {text!r:.200}")
+        return ids
+
+    def render(self, messages: list[tuple[str, str]]) -> str:
+        if self.system_prompt:
+            messages = [("system", self.system_prompt), *messages]
+        return self.tokenizer.apply_chat_template(
+            [dict(role=role, content=content) for role, content in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+
+    def prompt(self, text: str) -> list[int]:
+        if self.chat_template:
+            return self.encode(self.render([("user", text)]))
+        return self.encode(text, add_special_tokens=True)
+
+    def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
+        """What follows a turn: its end if it has none, the observation, the next turn's start."""
+        text = f"\n{observation}"
+        if self.chat_template:  # what the template puts behind an answer
+            dialogue = [("user", "question"), ("assistant", "@@"), ("user", observation)]
+            _, _, text = self.render(dialogue).partition("@@")
+        ids = self.encode(text)
+        if turn_ids[-1] in self.eos_ids and ids[0] in self.eos_ids:
+            return ids[1:]
+        return ids
+
+    def read(self, ids: list[int]) -> str:
+        text_ids = [token for token in ids if token not in self.eos_ids]
+        return self.tokenizer.decode(text_ids, skip_special_tokens=True)
+
+
+def ask_policy(policy, dialogue: Dialogue, prompts: list[str], max_tokens: int = 64) -> list[str]:
+    """Greedy answers of the policy, for summarizers."""
+    if isinstance(policy, FSDPModule):
+        raise RuntimeError("ask() needs whole weights and does not work with --fsdp")
+    contexts = [dialogue.prompt(prompt) for prompt in prompts]
+    answers, _ = sample_turn(policy, contexts, max_tokens)
+    return [dialogue.read(ids) for ids in answers]
+
+
+def make_word_tokenizer(words: list[str]):
+    """One token per word."""
+    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    ids = {token: i for i, token in enumerate([*special.values(), *words])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def make_tiny_lm(tokenizer):
+    """A Llama with 0.1 million parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def load_agent(args, words: list[str]):
+    """-> causal LM, tokenizer, ids of the tokens that end a turn (E,)"""
+    if args.model_name is None:
+        tokenizer = make_word_tokenizer(words)
+        lm = make_tiny_lm(tokenizer)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+        lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+    eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
+    return lm, tokenizer, torch.tensor(sorted(eos_ids))
+
+
+def transformer_layers(model):
+    """The list of modules that holds most of the parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
 # --- run folder ---
-class Run:
-    """A folder: args.json, metrics.jsonl, and at the end summary.json and curves.png."""
+def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
+    without_advice = [t for t in trajectories if not t.advice]
+    with_advice = [t for t in trajectories if t.advice]
+    return without_advice[:count] + with_advice[:count]
 
-    def __init__(self, args, total: int, rows=(), exist_ok=False, enabled=True):
+
+def print_episodes(trajectories: list[Trajectory]):
+    for t in first_of_each_kind(trajectories, 1):
+        print(f"--- task {t.task}, reward {t.reward:g}, advice: {t.advice or 'none'}")
+        print(episode_of(t)["text"])
+
+
+PANELS = {  # of curves.png: label of the y-axis, metrics
+    "success without advice (share)": ["success/unguided", "eval/success_unguided"],
+    "success with advice (share)": ["success/guided", "eval/success_guided"],
+    "entropy (nats per token)": ["losses/entropy"],
+}
+
+
+class Run:
+    """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
+
+    def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
-        self.dir, self.rows, self.total = Path(args.run_dir or f"runs/{name}"), list(rows), total
-        self.start = time.time() - (self.rows[-1]["time"] if self.rows else 0)
-        self.enabled, self.wandb = enabled, None  # one process of torchrun writes
-        self.bar = tqdm(total=total, disable=None, file=sys.stdout)  # None: unless a terminal
-        if enabled:
-            self.dir.mkdir(parents=True, exist_ok=exist_ok)  # no run overwrites another
-            config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-            (self.dir / "args.json").write_text(json.dumps(config, indent=2))
-            lines = [json.dumps(row) + "\n" for row in self.rows]  # what a resumed run has done
-            (self.dir / "metrics.jsonl").write_text("".join(lines))
-        if enabled and args.track:
+        self.dir = Path(args.run_dir or f"runs/{name}")
+        self.rows = []
+        self.start_time = time.time()
+        self.wandb = None
+        if rank() > 0:  # v1: distributed: one process writes
+            return
+        self.dir.mkdir(parents=True, exist_ok=args.resume)
+
+        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
+        config["torch"] = torch.__version__
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
+        if args.track:
             import wandb
 
-            where = dict(project=args.wandb_project_name, id=self.dir.name, dir=self.dir)
-            self.wandb = wandb.init(**where, config=config, resume="allow")
+            self.wandb = wandb.init(
+                project=args.wandb_project_name,
+                id=self.dir.name,
+                dir=self.dir,
+                config=config,
+                resume="allow",  # v1: checkpoint
+            )
 
     def log(self, metrics: dict):
-        row = metrics | {"time": round(time.time() - self.start, 3)}
-        self.rows.append({k: v if math.isfinite(v) else None for k, v in row.items()})  # no NaN in JSON
-        if self.enabled:
-            with open(self.dir / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(self.rows[-1]) + "\n")
-        if self.wandb:
-            self.wandb.log(self.rows[-1], step=row["global_step"])
-
-    def status(self, line: str, done: int):
-        """What a person watches: behind a bar on a terminal, else a plain line now and then."""
-        self.bar.set_postfix_str(line, refresh=False)
-        self.bar.update(done - self.bar.n)
-        if self.bar.disable and (done % max(1, self.total // 15) == 0 or done == self.total):
-            print(f"[{done}/{self.total}] {line}", flush=True)
-
-    def close(self, xlabel: str, panels: dict[str, list[str]]):
-        """summary.json, and curves.png: a panel per title, a line per metric."""
-        self.bar.close()
-        if not self.enabled:
+        row = metrics | {"time": round(time.time() - self.start_time, 3)}
+        row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
+        self.rows.append(row)
+        if rank() > 0:  # v1: distributed
             return
-        (self.dir / "summary.json").write_text(json.dumps(self.rows[-1], indent=2))
-        height = math.ceil(len(panels) / 4)
-        figure = Figure(figsize=(16, 3.2 * height), layout="constrained")
-        for i, (title, keys) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(height, 4, i, title=title, xlabel=xlabel)
-            for key in keys:
-                points = {r["global_step"]: r[key] for r in self.rows if r.get(key) is not None}
-                axis.plot(list(points), list(points.values()), ".-", label=key)
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log(row, step=row["global_step"])
+
+    def log_episodes(self, global_step: int, trajectories: list[Trajectory]):
+        """Some episodes with advice and without, in words."""
+        if rank() > 0:  # v1: distributed
+            return
+        with open(self.dir / "episodes.jsonl", "a", encoding="utf-8") as file:
+            for t in first_of_each_kind(trajectories, 4):
+                row = dict(global_step=global_step) | episode_of(t)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def finish(self):
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        if rank() > 0:  # v1: distributed
+            return
+        (self.dir / "summary.json").write_text(
+            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
+        )
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
+        from matplotlib.figure import Figure
+
+        logged = set().union(*self.rows)
+        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
+        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(panels))
+        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+            axis.set(xlabel="episodes played", ylabel=ylabel)
+            for color, name in zip(("C0", "C1"), names, strict=False):
+                rows = [row for row in self.rows if row.get(name) is not None]
+                steps = [row["global_step"] for row in rows]
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
-
-def save_checkpoint(path: Path, state: dict):
-    """Whole or not at all: a kill at any moment leaves the previous checkpoint good."""
-    torch.save(state, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
-
-
-def catch_signals() -> list[int]:
-    """SIGINT and SIGTERM go into this list: save and end. A second one ends at once."""
-    received = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(1) if received else received.append(number))
-    return received
+        rates = [row["eval/success_rate"] for row in self.rows if "eval/success_rate" in row]
+        change = f"{rates[0]:.2f} -> {rates[-1]:.2f}"
+        last_row = self.rows[-1]
+        print(f"success {change}, {last_row['global_step']} episodes, {last_row['time']:.0f} s")
+        print(f"curves.png and episodes.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
-torch.serialization.add_safe_globals([Trajectory])  # what a checkpoint may hold besides tensors
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+# --- command line ---
+# v1: checkpoint
+@dataclass
+class ResumeArgs:
+    run_dir: str | None = None
+    resume: bool = False
 
 
-def init_distributed(device):
-    """-> rank, number of ranks, this rank's device; 0, 1, device without torchrun"""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1, device
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if dist.get_rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one voice is enough
-    return dist.get_rank(), dist.get_world_size(), device
+FIXED_OPTIONS = """seed env num_train_tasks eval_size model_name chat_template system_prompt
+    warm_start_steps num_tasks group_size experience_template""".split()
 
 
-def shard(policy):
-    """FSDP2 that keeps weights whole until the backward pass: sampling needs no communication."""
-    for trunk in filter(None, (policy.lm, policy.critic)):
-        for layer in max((m for m in trunk.modules() if isinstance(m, nn.ModuleList)), key=len):
-            fully_shard(layer, reshard_after_forward=False)
-    fully_shard(policy, reshard_after_forward=False)
-    register_fsdp_forward_method(policy, "step")
+def is_resumable(args) -> bool:
+    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
+    path = Path(args.run_dir) / "args.json"
+    if not args.resume or not path.exists():
+        return args.resume
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("script") == Path(__file__).stem
+
+
+def parse_args() -> Args:
+    """With --resume, the options that the run was started with are the defaults."""
+    typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
+    path = Path(typed.run_dir or "") / "args.json"
+    if not typed.resume or not path.exists():
+        return tyro.cli(Args, description=__doc__)
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    for field in fields(Args):
+        setattr(saved_args, field.name, saved.get(field.name, field.default))
+    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    for name, value in asdict(args).items():
+        old_value = getattr(saved_args, name)
+        if name == "resume" or value == old_value:
+            continue
+        if name in FIXED_OPTIONS:
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
+        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+    return args
+
+
+# --- checkpoints ---
+# v1: checkpoint
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+
+
+def save_checkpoint(run, policy, optimizer, state: dict):
+    """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
+    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+    if rank() == 0:
+        torch.save(saved, run.dir / "checkpoint.pt.tmp")
+        os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
+
+
+def load_checkpoint(run, policy, optimizer) -> dict:
+    """Restore weights, optimizer and logged rows.  -> state of the loop"""
+    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    dcp.set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=saved["policy"],
+        optim_state_dict=saved["optimizer"],
+        options=WHOLE,
+    )
+    run.rows = saved["rows"]
+    run.start_time -= run.rows[-1]["time"]
+    if rank() == 0:
+        lines = [json.dumps(row) + "\n" for row in run.rows]
+        replace_text(run.dir / "metrics.jsonl", "".join(lines))
+    drop_lines_after(run.rows[-1]["global_step"], run.dir / "episodes.jsonl")
+    print(f"resuming after iteration {saved['state']['iteration']}")
+    return saved["state"]
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def drop_lines_after(global_step: int, path: Path):
+    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
+    if rank() == 0 and path.exists():
+        kept = []
+        for line in open(path, encoding="utf-8"):
+            is_whole = line.endswith("\n")  # a kill may have left half a line
+            if is_whole and json.loads(line)["global_step"] <= global_step:
+                kept.append(line)
+        replace_text(path, "".join(kept))
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder that takes the place of the one before."""
-    state = dcp.get_model_state_dict(policy, options=FULL)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(f"{folder}.tmp", state_dict=state)
-        tokenizer.save_pretrained(f"{folder}.tmp")
-        shutil.rmtree(folder, ignore_errors=True)  # killed here: the resumed run saves it again
-        os.replace(f"{folder}.tmp", folder)
+    """An ordinary Hugging Face folder."""
+    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    if rank() == 0:
+        lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        tokenizer.save_pretrained(folder)
 
 
-def sum_gradients(policy, world_size: int):
-    """Each loss was divided by the tokens of all ranks, so gradients add up. FSDP has averaged."""
-    for parameter in policy.parameters() if world_size > 1 else ():
-        if isinstance(policy, FSDPModule):
-            parameter.grad.mul_(world_size)
-        else:
-            dist.all_reduce(parameter.grad)
+class Signals:
+    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+
+    def __init__(self):
+        self.received = False
+        self.previous_handlers = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
+        except ValueError:
+            pass  # this is not the main thread, where Python handles signals
+
+    def handle(self, number, frame):
+        self.received = True
+        self.release()
+
+    def release(self):
+        for number, handler in self.previous_handlers.items():
+            signal.signal(number, handler)
 
 
-# --- main ---
-def practise(policy, env, dialogue, args):
-    """Supervised steps on rules made at random: how to play and follow advice, and no secret."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
-    rng = random.Random(f"{args.seed}/warm start")
-    for _ in tqdm(range(args.warm_start_steps), desc="warm start", disable=not sys.stderr.isatty()):
-        games = []
-        for seed in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
-            question, advice, turns = practice_game(env, seed, rng, args)
-            told = inject_experience(question, advice, args.experience_template)
-            t = Trajectory(seed, prompt_ids=dialogue.prompt(told))
-            for action, text in turns:
-                ids = dialogue.tokenizer(action, add_special_tokens=False).input_ids
-                ids = [*ids, min(dialogue.eos_ids)][: args.max_turn_tokens]
-                reply = dialogue.reply(text, ids[-1] in dialogue.eos_ids)
-                t.steps += [("assistant", ids), ("env", reply)]
-            games.append(t)
-        data = samples_to_dataproto(games, policy.eos_ids.device)
-        (-masked_mean(policy(data)[0], data["response_mask"])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+# --- distributed ---
+# v1: distributed
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
-def batch_metrics(fresh, replayed, manager, iteration, args):
-    """What the batch was made of; a kind that it has none of has no number."""
-    groups = [[t.success for t in fresh if t.data_id == i] for i in range(args.num_tasks)]
-    failed = {i for i, group in enumerate(groups) if not any(group)}
-    stripped = {t.data_id for t in fresh if get_extra(t)["stripped"]}
-    values = {
-        "charts/success_rate": [t.success for t in fresh],
-        "charts/episodic_return": [t.reward for t in fresh],
-        "charts/episodic_length": [len(t.steps) // 2 + 1 for t in fresh],
-        "success/guided": [t.success for t in fresh if t.injected],
-        "success/unguided": [t.success for t in fresh if not t.injected],
-        "success/replayed": [t.success for t in replayed],
-        "exp/off_frac": [get_extra(t)["off_policy"] for t in fresh + replayed],
-        "exp/kept_tasks": [len({t.data_id for t in fresh if t.injected} - stripped)],
-        "exp/stripped_tasks": [len(stripped)],
-        "exp/retrieval_empty_frac": [not t.injected for t in fresh if t.guided],
-        "groups/all_fail": [not any(group) for group in groups],
-        "groups/all_success": [all(group) for group in groups],
-        "groups/rescued": [len(failed & {t.data_id for t in replayed}) / args.num_tasks],
-    }
-    if args.use_experience_replay:
-        ages, buckets = [iteration - t.version for t in replayed], manager.difficulty2task_dict
-        values |= {f"replay/bucket_{s}": [len(tasks)] for s, tasks in buckets.items()} | {
-            "replay/pool_tasks": [sum(map(len, manager.valid_tasks()))],
-            "replay/trajectories": [sum(map(len, manager.memory.values()))],
-            "replay/skip_set": [len(manager.skip_uid_set)],
-            "replay/experience_tasks": [len({t.data_id for t in replayed})],
-            "replay/age_mean": ages,
-            "replay/age_max": ages and [max(ages)],
-        }
-    return {name: sum(x) / len(x) for name, x in values.items() if x}
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
-    if name != "auto":
-        return torch.device(name)
-    if built_in:
-        return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+def init_distributed(device):
+    """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
+    if "WORLD_SIZE" not in os.environ:
+        return device
+    if device.type == "cuda":
+        local_rank = int(os.environ["LOCAL_RANK"])
+        if local_rank >= torch.cuda.device_count():
+            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        if device.type != "cpu":
+            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
+        device = torch.device("cpu")
+    dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
+    if rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # one process prints
+    return device
 
 
-def main(args: Args) -> dict[str, float]:
-    torch.set_num_threads(args.num_threads)
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(args.seed)
-    device = pick_device(args.device, built_in=args.model_name is None)
-    rank, world_size, device = init_distributed(device)
-    args.rank, args.world_size = rank, world_size  # no options: torchrun's
-    tasks = list(range(args.num_families * args.num_rooms))
-    held_out = list(range(len(tasks), len(tasks) + args.eval_size))
-    envs = [TextEnv(args) for _ in range(args.batch_size)]
-    pool = ExperiencePool(args, [] if args.val_summarizer_save else held_out)
-    if args.experience_pool:
-        pool.load(args.experience_pool)
-    words = spoken_words(envs[0], tasks[:200] + held_out[:200], pool.records, args)
-    lm, tokenizer, eos_ids = load_agent(args, words)
-    policy = LanguagePolicy(lm, eos_ids, args.temperature).to(device)
-    dialogue = Dialogue(tokenizer, args.chat_template, eos_ids)
-    if args.model_name is None:
-        practise(policy, envs[0], dialogue, args)
-    for parameter in policy.parameters() if world_size > 1 else ():
-        dist.broadcast(parameter.data, 0)
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.method == "sd" else None
-    if args.fsdp:
-        shard(policy)
-    parameters, lr = list(policy.parameters()), args.learning_rate
-    optimizer = torch.optim.AdamW(parameters, lr, eps=1e-5, weight_decay=0.0, fused=True)
-    manager = ExperienceManager(args)
-    mix = ExperienceMixCollateFn(args, manager, tasks)
-    play = functools.partial(collect, policy, envs, pool, dialogue, args)
+def broadcast_weights(policy):
+    """Start all ranks from the weights of rank 0."""
+    if world_size() > 1:
+        for parameter in policy.parameters():
+            dist.broadcast(parameter.data, 0)
 
-    done, global_step, skipped_steps, rows = 0, 0, 0, []
-    path = Path(args.run_dir or "") / "checkpoint.pt"
-    if args.resume and path.exists():
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        changed = {k: v for k, v in asdict(args).items() if saved["args"].get(k) != v}
-        print(f"resuming {path}, with changed options: {changed}")
-        states = dict(model_state_dict=saved["policy"], optim_state_dict=saved["optimizer"])
-        dcp.set_state_dict(policy, optimizer, **states, options=FULL)
-        done, global_step, skipped_steps = saved["counters"]
-        vars(manager).update(saved["manager"])
-        pool.records, rows, metrics = saved["pool"], saved["rows"], saved["rows"][-1]
-    received = catch_signals()
-    run = Run(args, args.num_iterations, rows, args.resume, rank == 0)
-    shape = (args.group_size, args.max_turns * args.max_turn_tokens)
-    if not done:
-        if args.uses_pool and args.init_exp_before_training:
-            first = random.Random(args.seed).sample(tasks, min(args.init_exp_tasks, len(tasks)))
-            games = [Trajectory(task, i, j) for i, task in enumerate(first) for j in range(shape[0])]
-            pool.add_successes(play(games, 0, torch.rand(len(first), *shape)), step=-1)
-            global_step += len(games)
-        metrics, _ = validate(play, envs[0], held_out, args, 0)
-        run.log({"global_step": global_step, "exp/pool_size": len(pool.records), **metrics})
-        if run.enabled and args.uses_pool:
-            found = sum(bool(pool.retrieve(envs[0].reset(task)[0], 1, 1)) for task in tasks)
-            print(f"{len(pool.records)} experiences, for {found} of {len(tasks)} training tasks")
-    for iteration in range(done + 1, args.num_iterations + 1):
-        iteration_start = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # so that no generator has a history
-        exp_rng, replay_rng = (random.Random(f"{args.seed}/{iteration}/{use}") for use in "er")
-        lr = args.learning_rate * ((args.num_iterations - iteration + 1) / args.num_iterations)
-        optimizer.param_groups[0]["lr"] = lr
 
-        # 1, 2 take B tasks, retired ones skipped, some of them from the replay pool
-        experience_tasks, on_policy_tasks = mix(iteration, replay_rng)
+def shard(policy, device):
+    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for layer in transformer_layers(policy.lm):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(policy, mesh=mesh, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):  # sum gradients over ranks: FSDP's default is the mean
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
 
-        # 3 fetch replayed trajectories; the rest of a group is played
-        replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
 
-        # 4 draw keep or discard per task, guided or not per rollout
-        kept = draw(args.num_tasks, args.train_sample_expmode, args.train_sample_keepratio, exp_rng)
-        fresh = []
-        for data_id, task in enumerate(experience_tasks + on_policy_tasks):
-            rollout_n = args.group_size - sum(t.data_id == data_id for t in replayed)
-            guided = draw(rollout_n, args.train_rollout_expmode, args.rollout_expratio, exp_rng)
-            for i in range(rollout_n):
-                name = f"{iteration}/{task}/{i}"
-                fresh.append(Trajectory(task, data_id, i, guided[i], kept[data_id], name))
+def sum_gradients(policy):
+    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP sums by itself."""
+    if world_size() > 1 and not isinstance(policy, FSDPModule):
+        for parameter in policy.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
 
-        # 5 retrieve, inject, roll out, score
-        fresh = play(fresh, iteration, torch.rand(args.num_tasks, *shape))
-        global_step += len(fresh)
 
-        # 6 difficulty, from fresh rollouts only
-        if args.use_experience_replay:
-            manager.update_difficulty2task_dict(fresh)
+def sum_over_ranks(tensors):
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
 
-        # 7 training samples: experience kept or stripped (prompt_of), replayed ones in their group
-        trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
-        if args.method == "sft":  # the rival trains on successes only, those of all iterations
-            manager.save_trajectories_to_memory([t for t in fresh if t.success])
-            trajectories = manager.sample_successes(args.batch_size, exp_rng) or trajectories
-        data = samples_to_dataproto(trajectories, device)
-        mask, off = data["response_mask"].float(), data["exp_mask"].bool()
-        stripped = off & ~data["replay_mask"].bool()
 
-        # 8 log-probs and entropy of the current policy on the training view
-        old_log_probs, entropys = compute_log_prob(policy, data, args)  # (B,R)
+def any_rank(flag: bool, device) -> bool:
+    """Whether the flag is set on some rank."""
+    count = torch.tensor(float(flag), device=device)
+    sum_over_ranks([count])
+    return count.item() > 0
 
-        # 9 save, before anything is replaced
-        if args.use_experience_replay:
-            for i, t in enumerate(trajectories):
-                if not t.is_experience_replay:
-                    length = sum(len(ids) for _, ids in t.steps)
-                    t.old_log_probs, t.version = old_log_probs[i, :length].tolist(), iteration
-                    t.entropy = masked_mean(entropys[i], mask[i]).item()
-            storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
-            manager.save_trajectories_to_memory(storable)
 
-        # 10 then recorded log-probs for what is replayed
-        logprobs = old_log_probs
-        if args.replay_old_logp == "recorded":
-            logprobs = _replace_recorded_old_log_probs(data, logprobs)
-        sampled = torch.zeros_like(mask)  # log-probs of the sampler, which saw the advice
-        sampler_logprobs = [x for t in trajectories for x in t.sampler_logprobs]
-        sampled[mask.bool()] = torch.tensor(sampler_logprobs).to(device)
-        if args.off_old_logp == "behavior":
-            logprobs = torch.where(stripped, sampled, logprobs)
-
-        # 11 group advantages, over guided, unguided and replayed members alike
-        advantages = group_advantages(data["rewards"], data["group_ids"])[:, None] * mask  # (B,R)
-        # A stripped failure weighs pi(y|x) / pi(y|x,advice), at most 1: else nothing ends the push
-        # against what only advice made likely.
-        weights = (old_log_probs - sampled).exp().clamp(max=1.0)
-        advantages = torch.where(stripped & (advantages < 0), advantages * weights, advantages)
-        if args.method == "sft":
-            advantages = torch.tensor([[float(t.success)] for t in trajectories]).to(device) * mask
-        if args.method == "sd":  # failures: gradient of KL(pi(.|x) | pi_start(.|x,advice)), sampled
-            told = samples_to_dataproto(trajectories, device, "teacher")
-            gap = compute_log_prob(reference, told, args)[0] - old_log_probs
-            taught = [[not t.success and t.advised_ids != t.prompt_ids] for t in trajectories]
-            advantages = advantages + args.sd_coef * torch.tensor(taught).to(device) * gap
-        batch = data | dict(logprobs=logprobs, advantages=advantages)
-        rollout_time = time.time() - iteration_start
-
-        # 12 minibatch updates
-        updates, logratios, guarded = [], torch.zeros_like(mask), 0  # (LOSSES,) each; (B,R)
-        for _ in range(args.update_epochs):
-            for mb_inds in torch.randperm(args.batch_size).to(device).chunk(args.num_minibatches):
-                optimizer.zero_grad()
-                stats, logratios[mb_inds] = 0, 0.0
-                mine, num_tokens = mb_inds[rank::world_size], mask[mb_inds].sum()
-                for inds in mine.tensor_split(args.gradient_accumulation_steps):
-                    micro = {name: x[inds] for name, x in batch.items()}
-                    loss, micro_stats, logratio = grpo_loss(policy, micro, num_tokens, args)
-                    loss.backward()
-                    stats, logratios[inds] = stats + micro_stats, logratio
-                sum_gradients(policy, world_size)
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                grad_norm = grad_norm.full_tensor() if args.fsdp else grad_norm
-                sums, counts = total(stats)
-                stats = torch.cat([sums / counts.clamp(min=1), grad_norm[None]])
-                if not stats.isfinite().all():  # a NaN must not reach the weights
-                    skipped_steps += 1
-                    continue
-                updates.append(stats)
-                # One step can make a stripped token ten times likelier. One more that way, and the
-                # policy unlearns to follow advice, the source of successes.
-                ratio = total(logratios[mb_inds])[stripped[mb_inds]].exp()
-                if len(ratio) and ratio.quantile(0.99) > args.off_ratio_limit:
-                    guarded += 1
-                    continue
-                optimizer.step()
-        if not updates:
-            sys.exit(f"iteration {iteration}: the loss or the gradient is never finite")
-
-        names = [f"losses/{name}" for name in f"{LOSSES} grad_norm".split()]
-        metrics = dict(zip(names, torch.stack(updates).mean(0).tolist(), strict=True))
-        if off.any():  # watch p99: all-stripped training (EI) is known to explode
-            ratio = total(logratios)[off].exp()
-            metrics |= {"ratio/off_mean": ratio.mean().item(), "ratio/off_max": ratio.max().item()}
-            metrics["ratio/off_p99"] = ratio.quantile(0.99).item()
-        metrics |= batch_metrics(fresh, replayed, manager, iteration, args) | {
-            "global_step": global_step,
-            "exp/pool_size": len(pool.records),
-            "losses/skipped_steps": skipped_steps,
-            "losses/guarded_steps": guarded,
-            "rollout/logprob_mismatch": masked_mean((old_log_probs - sampled).abs(), mask * ~off).item(),
-            "charts/learning_rate": lr,
-            "charts/SPS": len(fresh) / (time.time() - iteration_start),
-            "time/rollout": rollout_time,
-            "time/update": time.time() - iteration_start - rollout_time,
-        }
-
-        # 13 pool, validation, checkpoint
-        if args.updated_freq and iteration % args.updated_freq == 0:
-            pool.add_successes(fresh, iteration)
-        last = iteration == args.num_iterations
-        if last or iteration % args.eval_every == 0:
-            scores, seen = validate(play, envs[0], held_out, args, iteration)
-            metrics |= scores
-            if args.val_summarizer_save:
-                pool.add_successes(seen, iteration)
-        run.log(metrics)
-        run.status(f"success {metrics['charts/success_rate']:.2f}", iteration)
-        stopping = total(torch.tensor(len(received), device=device)) > 0
-        if last or stopping or iteration % args.save_every == 0:
-            model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=FULL)
-            counters = (iteration, global_step, skipped_steps)
-            state = dict(policy=model_state, optimizer=optimizer_state, counters=counters)
-            state |= dict(rows=run.rows, args=asdict(args), pool=pool.records)
-            state["manager"] = {name: x for name, x in vars(manager).items() if name != "args"}
-            if run.enabled:
-                save_checkpoint(run.dir / "checkpoint.pt", state)
-        if stopping and not last:
-            print(f"stopped and saved; --resume --run-dir {run.dir} goes on")
-            return metrics
-
-    save_model(policy, tokenizer, run.dir / "final_model")
-    if run.enabled:
-        lines = [json.dumps(record) + "\n" for record in pool.records]
-        (run.dir / "experience_pool.jsonl").write_text("".join(lines))
-        print(f"eval/success_rate {metrics.get('eval/success_rate', math.nan):.3f}: {run.dir}")
-    names = [f"eval/success_{kind}" for kind in ("unguided", "guided", "unseen")]
-    panels = {"held-out tasks": names, "training": ["success/unguided", "success/guided"]}
-    run.close("rollouts", panels | {"off-policy ratio": ["ratio/off_p99", "ratio/off_mean"]})
-    return metrics
+def gather_objects(mine) -> list:
+    """What each rank has, in a list by rank, on every rank."""
+    shares = [mine] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(shares, mine)
+    return shares
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
-    if dist.is_initialized():  # threads of gloo may abort an interpreter as it ends
-        sys.stdout.flush()
-        os._exit(0)
+    main(parse_args())
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -26,6 +26,8 @@ COMMANDS = [  # script and flags, what makes it only print
     (f"real_model.py {MODEL}", "--tables"),
     ("het_study.py", "--table"),
     (f"real_agent.py {MODEL}", "--tables"),
+    ("survivor_study.py --tune", "--tables"),
+    ("survivor_study.py", "--tables"),
     ("sac_results.py", "--table"),
     ("sac_speed.py", "--table"),
     ("wsrl_study.py", "--table"),

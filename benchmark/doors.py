@@ -1,6 +1,6 @@
 """A text game of two turns for het_grpo.py and a pretrained model without a chat template.
 
-    python het_grpo.py --env benchmark/doors.py:Doors --model-name FOLDER --num-families 6 --max-turns 2
+    python het_grpo.py --env benchmark/doors.py:Doors --model-name FOLDER --max-turns 2
 
 A door has two locks and four keys; a wrong key, or another word, ends the game. The six doors need different pairs. The
 order in which a task names the keys is its own: no place in the list is right. What a success leaves in the pool

@@ -5,6 +5,7 @@ import difflib
 import importlib
 import json
 import math
+import os
 import pickle
 import re
 import shlex
@@ -178,7 +179,7 @@ SMALL = dict.fromkeys(
     "--num-iterations 2 --batch-size 8 --num-minibatches 2 --sft-steps 2 --eval-size 4",
 )
 SMALL["het_grpo"] = (
-    "--num-tasks 4 --group-size 4 --num-iterations 2 --num-families 3 --num-rooms 4 --init-exp-tasks 8"
+    "--num-tasks 4 --group-size 4 --num-iterations 2 --num-train-tasks 12 --init-exp-before-training 8"
 )
 SMALL["het_grpo"] += " --eval-size 6"
 SMALL["sac_hybrid"] = (
@@ -204,7 +205,10 @@ WHERE = {  # flags that are allowed with some commands only
     ),
 }
 LOGS_MORE = {  # commands without which a metric of the table is not logged
-    "het_grpo": ["--env game.py:Game --max-turns 1 --use-experience-replay --updated-freq 1"],
+    "het_grpo": [
+        "--env house.py:House --max-turns 2 --max-turn-tokens 2 --use-experience-replay"
+        " --num-iterations 6"
+    ],
     "wsrl_warmup": [
         "--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"
     ],
@@ -277,7 +281,9 @@ def walk(page, folder):
         )
         words = [flags, SMALL[script], "--device cpu", more * allowed(flags), last]
         words += [f"--run-dir runs/{len(runs)}"] * ("--run-dir" not in flags)
-        args = parse(module, " ".join(words))
+        ranks = {} if launcher == "python" else {"WORLD_SIZE": "2"}
+        with mock.patch.dict(os.environ, ranks):
+            args = parse(module, " ".join(words))
         if launcher != "python":
             continue
         metrics = module.main(args)

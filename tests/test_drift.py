@@ -15,7 +15,9 @@ OWN_TEXT = {
     "policy_loss": {"ppo": "no clip-higher, no dual clip"},
     "rollout": {"ppo": "one process, a NaN ends the run"},
     "logprobs_and_values_in_parts": {"ppo": "no micro-batches"},
-    "Run": {"ppo": "one process, no resume"},
+    "Run": {"ppo": "one process, no resume", "het_grpo": "episodes, and success as the score"},
+    "save_checkpoint": {"het_grpo": "no KL coefficient"},
+    "load_checkpoint": {"het_grpo": "no KL coefficient, episodes.jsonl"},
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},
     "update": {"ppo": "no micro-batches", "ppo_v2": "fresh and drawn rollouts in every minibatch"},
 }

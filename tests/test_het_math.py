@@ -2,7 +2,9 @@
 
 import json
 import random
+import time
 from collections import Counter
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -44,9 +46,10 @@ def test_shares():
 )
 def test_group_advantages(rewards, expected):
     rewards = torch.tensor(rewards, dtype=torch.float32)
-    assert het.group_advantages(rewards, torch.zeros(len(rewards))).tolist() == pytest.approx(
-        expected, abs=1e-6
-    )
+    found = het.group_advantages(rewards, torch.zeros(len(rewards))).tolist()
+    assert found == pytest.approx(expected, abs=1e-6)
+    centered = het.group_advantages(rewards, torch.zeros(len(rewards)), adv_std=False)
+    assert centered.tolist() == pytest.approx((rewards - rewards.mean()).tolist(), abs=1e-6)
     mixed = torch.stack(
         [rewards, torch.arange(len(rewards)) * 100.0], 1
     ).flatten()  # beside another group
@@ -74,36 +77,39 @@ def test_injection_is_text_in_text():
     )
 
 
-def pool_of(*records, size=10, held_out=()):
-    pool = het.ExperiencePool(het.Args(), held_out, size)
+def pool_of(*records):
+    pool = het.ExperiencePool(het.Args())
     return pool, [pool.add(*record) for record in records]
 
 
-def test_retrieval_is_of_earlier_steps_by_shared_words_the_rare_and_the_new_first():
-    records = [
-        (1, "lock amber", "one", 5),
-        (2, "lock brass", "two", 5),
-        (3, "lock brass", "three", 5),
-    ]
+def test_retrieval_is_of_earlier_steps_by_shared_words_the_rare_and_the_new_first(monkeypatch):
+    records = [("lock amber", "one", 5), ("lock brass", "two", 5), ("lock brass", "three", 5)]
     pool, _ = pool_of(*records)
-    assert pool.retrieve("lock amber", 3, 5) == "", "written at t, readable after t"
-    assert pool.retrieve("Lock AMBER room 7", 1, 6) == "one", "case aside"
-    assert (
-        pool.retrieve("lock brass", 1, 6) == "three"
-        and pool.retrieve("lock brass", 2, 6) == "three\ntwo"
-    )
-    assert pool.retrieve("door", 3, 6) == "", "nothing shared, nothing found"
+    assert pool.retrieve("lock amber", 5) == "", "written at t, readable after t"
+    assert pool.retrieve("lock brass", 6) == "three\ntwo\none"
+    assert pool.retrieve("door", 6) == "", "nothing shared, nothing found"
+    monkeypatch.setattr(het, "RETRIEVE_TOP_K", 1)
+    assert pool.retrieve("Lock AMBER room 7", 6) == "one", "case aside"
+    assert pool.retrieve("lock brass", 6) == "three"
 
 
-def test_the_pool_has_a_cap_no_doubles_and_refuses():
-    pool, added = pool_of(*[(i, "amber", f"text {i % 4}", 0) for i in range(7)], size=4)
+def test_retrieval_does_not_depend_on_the_order_of_a_set():
+    """Two topics of the same rare words: a sum of floats in set order could tell them apart."""
+    words = [f"w{i}" for i in range(40)]
+    pool, _ = pool_of((" ".join(words), "old", 0), (" ".join(reversed(words)), "new", 0))
+    assert pool.retrieve(" ".join(words), 1) == "new\nold", "a tie: the newest comes first"
+
+
+def test_the_pool_has_a_cap_no_doubles_and_refuses(monkeypatch):
+    monkeypatch.setattr(het, "MAX_NOTES", 4)
+    pool, added = pool_of(*[("amber", f"text {i % 4}", 0) for i in range(7)])
     assert all(added) and len(pool.records) == 4
-    assert pool.add(9, "amber", "new", 0)
+    assert pool.add("amber", "new", 0)
     assert [record["text"] for record in pool.records] == ["text 1", "text 2", "text 3", "new"]
     marked = "x " + het.TEMPLATE.partition("{}")[0].strip() + " y"
-    pool, added = pool_of((50, "v", "fine", 0), (1, "a", marked, 0), (1, "a", "", 0), held_out=[50])
+    pool, added = pool_of(("a", marked, 0), ("a", "", 0), ("", "b", 0))
     assert added == [False] * 3 and not pool.records
-    assert pool.add(1, "a", NASTY, 0), "braces and </EXP> are just text"
+    assert pool.add("a", NASTY, 0), "braces and </EXP> are just text"
 
 
 @pytest.mark.parametrize(
@@ -113,17 +119,16 @@ def test_the_pool_has_a_cap_no_doubles_and_refuses():
         ('{"topic": "a"}', False),
         ('{"topic": "a", "text": 3}', False),
         ("[1, 2]", False),
+        (b"\xff\xfe", False),
     ]
     + [("[" * 100_000, False), ('{"topic": "a", "text": "one\u2028line"}', True), ("", True)]
-    + [
-        ('{"task": 50, "topic": "a", "text": "b"}', False),
-        (json.dumps(dict(topic="a", text=NASTY)), True),
-    ],
+    + [(json.dumps(dict(topic="a", text=NASTY)), True)],
 )
 def test_pool_file(line, fine, tmp_path):
     path = tmp_path / "pool.jsonl"
-    path.write_text(json.dumps(dict(topic="a", text="b")) + "\n" + line + "\n", encoding="utf-8")
-    pool, _ = pool_of(held_out=[50])
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(json.dumps(dict(topic="a", text="b")).encode() + b"\n" + line + b"\n")
+    pool, _ = pool_of()
     if fine:
         pool.load(path)
         assert {record["step"] for record in pool.records} == {-1}, (
@@ -134,6 +139,65 @@ def test_pool_file(line, fine, tmp_path):
         pool.load(path)
 
 
+# --- summarizers and retrievers that fail ---
+def game(task=1, success=True):
+    turns = [dict(action="red", observation="open", reward=1.0)]
+    return het.Trajectory(
+        task, topic="amber", turns=turns, success=success, experience="amber : red"
+    )
+
+
+def hang(*inputs):
+    time.sleep(60)
+
+
+def fail(*inputs):
+    raise OSError("no network")
+
+
+@pytest.mark.parametrize("result", [None, 7, "text", [("topic", 3)], [("a", "b", "c")]])
+def test_a_summarizer_that_returns_nonsense_is_counted(result, capsys):
+    pool = het.ExperiencePool(het.Args())
+    pool.summarizer = lambda episodes, ask: result
+    pool.fill_pool([game()], 0)
+    assert pool.num_failed_calls == 1 and not pool.records
+    assert "--summarizer returned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("function, words", [(fail, "no network"), (hang, "0 seconds")])
+def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(
+    function, words, capsys, monkeypatch
+):
+    monkeypatch.setattr(het, "TIME_LIMIT", 0.05)
+    pool = het.ExperiencePool(het.Args())
+    pool.summarizer = pool.retriever = function
+    pool.fill_pool([game()], 0)
+    assert pool.retrieve("amber", 1) == ""
+    assert pool.num_failed_calls == 2 and not pool.records
+    assert capsys.readouterr().out.count(words) == 2
+
+
+def test_a_retriever_must_return_a_text(capsys):
+    pool = het.ExperiencePool(het.Args())
+    pool.retriever = lambda question, top_k: ["a list"]
+    assert pool.retrieve("amber", 1) == "" and pool.num_failed_calls == 1
+    pool.retriever = lambda question, top_k: f"{question} {top_k}"
+    assert pool.retrieve("amber", 1) == "amber 3"
+
+
+def test_the_summarizer_sees_failures_and_the_built_in_one_leaves_them_out():
+    pool, seen = het.ExperiencePool(het.Args()), []
+    built_in = pool.summarizer
+    pool.summarizer = lambda episodes, ask: seen.extend(episodes) or built_in(episodes, ask)
+    pool.fill_pool([game(1), game(2, success=False)], 4)
+    assert [(e["task"], e["success"], e["topic"]) for e in seen] == [
+        (1, True, "amber"),
+        (2, False, "amber"),
+    ]
+    assert seen[0]["text"].endswith("> red\nopen") and seen[0]["turns"][0]["reward"] == 1.0
+    assert pool.records == [dict(topic="amber", text="amber : red", step=4)]
+
+
 # --- trajectory replay ---
 def make(task, number=0, success=True, **rest):
     steps = [("assistant", [6, 7]), ("env", [8]), ("assistant", [9])]
@@ -141,8 +205,7 @@ def make(task, number=0, success=True, **rest):
         dict(entropy=1.0, old_log_probs=[-1.0, -9.0, -9.0, -2.0], version=1, prompt_ids=[1, 2])
         | rest
     )
-    name = f"1/{task}/{number}"
-    return het.Trajectory(task, 0, number, steps=steps, success=success, trajectory_id=name, **rest)
+    return het.Trajectory(task, 0, number, steps=steps, success=success, **rest)
 
 
 def manager_of(**options):
@@ -167,22 +230,23 @@ def test_a_task_is_in_one_bucket_and_a_solved_one_retires():
     manager = filled({7: 3}, retire_solved=True)
     assert len(manager.memory[7]) == 3
     manager.update_difficulty2task_dict(group(7, 5))
-    assert [s for s, tasks in manager.difficulty2task_dict.items() if 7 in tasks] == [5]
+    assert manager.valid_tasks() == {5: [7]}
     solved = group(7, 7, n=7)  # beside a replayed one: 7 of 7 is solved
     manager.update_difficulty2task_dict(solved)
     assert manager.update_skip_uid_set_and_filter_trajectories(solved) == []
     assert manager.skip_uid_set == {7} and 7 not in manager.memory
-    assert not any(manager.difficulty2task_dict.values())
+    assert manager.valid_tasks() == {}
     manager.update_difficulty2task_dict(group(7, 2))  # a later imperfect result brings it back
     assert len(manager.update_skip_uid_set_and_filter_trajectories(group(7, 2))) == 2
-    assert not manager.skip_uid_set and manager.difficulty2task_dict[2] == {7}
+    manager.save_trajectories_to_memory(group(7, 2)[:2])
+    assert not manager.skip_uid_set and manager.valid_tasks() == {2: [7]}
 
 
 @pytest.mark.parametrize("mode, left", [("argmin", [0, 2]), ("argmax", [1, 2]), ("random", [1, 2])])
-def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left):
+def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left, monkeypatch):
     """Entropies 1, 3, 2 in a memory of two; at random the newest stay."""
-    sizes = dict(max_trajectories_per_task=2, offpolicy_trajectories_per_task=1)
-    manager = manager_of(exp_select_mode=mode, **sizes)
+    monkeypatch.setattr(het, "MAX_TRAJECTORIES_PER_TASK", 2)
+    manager = manager_of(exp_select_mode=mode)
     manager.save_trajectories_to_memory(
         [make(1, i, entropy=e) for i, e in enumerate([1.0, 3.0, 2.0])]
     )
@@ -196,9 +260,9 @@ def test_memory_keeps_and_gives_what_the_mode_prefers(mode, left):
 
 
 @pytest.mark.parametrize("mode, left", [("argmin", [2, 1]), ("random", [3, 1])])
-def test_imitation_keeps_the_shortest_successes_or_the_newest(mode, left):
-    args = het.Args(method="sft", exp_select_mode=mode, max_trajectories_per_task=2)
-    manager = het.ExperienceManager(args)
+def test_imitation_keeps_the_shortest_successes_or_the_newest(mode, left, monkeypatch):
+    monkeypatch.setattr(het, "MAX_TRAJECTORIES_PER_TASK", 2)
+    manager = het.ExperienceManager(het.Args(method="sft", exp_select_mode=mode))
     manager.save_trajectories_to_memory(
         [het.Trajectory(1, steps=[("assistant", [0])] * n) for n in (2, 3, 1)]
     )
@@ -207,32 +271,23 @@ def test_imitation_keeps_the_shortest_successes_or_the_newest(mode, left):
 
 def test_tasks_come_by_bucket_within_the_bounds():
     counts = Counter()
-    manager = filled({s: s for s in range(9)} | {20: 4, 21: 4}, experience_lbound=0)
+    manager = filled({s: s for s in range(9)} | {20: 4, 21: 4})
     for seed in range(3000):
         counts[manager.sample_tasks_from_replaypool(1, rng(seed))[0]] += 1
     shares = [counts[task] / 3000 for task in (0, 1, 4, 20, 7, 8)]
-    assert shares == pytest.approx([0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0], abs=0.03), (
-        "a bucket, then a task"
-    )
+    expected = [0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0]
+    assert shares == pytest.approx(expected, abs=0.03), "a bucket, then a task"
     assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 9, "each once"
-    manager.difficulty2task_dict = {0: {4}}  # failed today, solved before: the groups replay is for
-    assert manager.sample_tasks_from_replaypool(1, rng()) == []
-    manager.args.experience_lbound = -1
+    manager.difficulty = {4: 0}  # failed today, solved before: the groups that replay is for
     assert manager.sample_tasks_from_replaypool(1, rng()) == [4]
 
 
-@pytest.mark.parametrize("n, k, available, replayed", [(8, 2, 1, 1), (2, 2, 2, 1), (8, 2, 5, 2)])
-def test_room_for_fresh_ones(n, k, available, replayed):
+@pytest.mark.parametrize("n, available", [(8, 1), (2, 2), (8, 5)])
+def test_one_replayed_member_has_the_last_place(n, available):
     manager = manager_of(group_size=n)
-    manager.args.offpolicy_trajectories_per_task = (
-        k  # k >= n does not pass the command line; the cap holds anyhow
-    )
     manager.memory = {task: [make(task, i) for i in range(available)] for task in (5, 6)}
     batch = manager.get_offpolicy_batch([6, 5], rng())
-    places = [
-        (task, data_id, i) for data_id, task in enumerate([6, 5]) for i in range(n - replayed, n)
-    ]
-    assert [(t.task, t.data_id, t.rollout_id) for t in batch] == places
+    assert [(t.task, t.data_id, t.rollout_id) for t in batch] == [(6, 0, n - 1), (5, 1, n - 1)]
     assert all(t.is_experience_replay for t in batch)
     assert not any(t.is_experience_replay for stored in manager.memory.values() for t in stored)
 
@@ -284,7 +339,20 @@ def test_presets():
         "mixed",
         "discard",
     )
-    assert not het.Args(method="baseline").uses_pool and het.Args(method="sd").uses_pool
+    assert not het.Args(method="baseline").uses_pool
+    assert het.Args(method="baseline", imitate_iterations=3).uses_pool
+    args = het.Args()
+    assert replace(args) == args == het.Args(**asdict(args)), "a fork may copy its options"
+
+
+def test_imitation_comes_first_and_then_the_method():
+    args = het.Args(method="baseline", imitate_iterations=2)
+    phases = [het.options_of_phase(args, iteration) for iteration in (1, 2, 3)]
+    assert [(p.method, p.train_rollout_expmode) for p in phases] == [
+        ("sft", "mixed"),
+        ("sft", "mixed"),
+        ("baseline", "woexp"),
+    ]
 
 
 # --- the games of the study ---

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -33,9 +34,8 @@ TINY = dict(
     device="cpu",
     learning_rate=3e-3,
 )
-TINY |= dict(
-    update_epochs=1, num_families=3, num_rooms=4, init_exp_tasks=8, eval_every=2, eval_size=6
-)
+TINY |= dict(update_epochs=1, eval_every=2, eval_size=6, updated_freq=0)
+TINY |= dict(env='lock{"num_families": 3}', num_train_tasks=12, init_exp_before_training=8)
 RECORDED = dict(use_experience_replay=True, replay_old_logp="recorded")
 
 
@@ -46,10 +46,16 @@ def easy_locks(monkeypatch):
     def step(self, text):
         self.env.slot += len(text.strip()) % 2 == 0
         opened = self.env.slot == 4
-        return "open" if opened else f"click {self.env.slot}", float(opened), opened, False, {}
+        return (
+            "open" if opened else f"click {self.env.slot}",
+            float(opened),
+            opened,
+            False,
+            dict(success=opened),
+        )
 
     monkeypatch.setattr(het.TextEnv, "step", step)
-    monkeypatch.setattr(het.Run, "close", lambda *args: None)  # half the time of a tiny run
+    monkeypatch.setattr(het.Run, "finish", lambda *args: None)  # half the time of a tiny run
 
 
 def run(folder, **options):
@@ -111,26 +117,26 @@ def in_order(monkeypatch):
 # --- experience in the training step ---
 def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch, advice):
     calls, before = spy(monkeypatch, het, "samples_to_dataproto"), (tmp_path / "pool").read_bytes()
-    run(tmp_path / "run", **advice, init_exp_before_training=False)
+    run(tmp_path / "run", **advice, init_exp_before_training=0)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final_model")
     seen = batches(calls)
     assert len(seen) == 3
     for trajectories, data in seen:
-        guided = [t for t in trajectories if t.injected]
+        guided = [t for t in trajectories if t.advice]
         assert len(guided) == 8 and sum(not t.keep for t in guided) == 4, (
             "B=4, n=4: 8 guided, 4 of them off-policy"
         )
         for group in range(4):
             members = [t for t in trajectories if t.data_id == group]
-            assert sum(t.injected for t in members) == 2 and len({t.keep for t in members}) == 1, (
-                "per task"
-            )
+            assert (
+                sum(bool(t.advice) for t in members) == 2 and len({t.keep for t in members}) == 1
+            ), "per task"
         for i, t in enumerate(trajectories):
             question = f"lock {het.NAMES[t.task % 3]} room {t.task // 3:02d}"
             told = het.inject_experience(question, NASTY[het.NAMES[t.task % 3]], het.TEMPLATE)
             assert t.prompt_ids == tokenizer(question).input_ids, "strip(inject(p)) = p"
-            assert not t.injected or t.advised_ids == tokenizer(told).input_ids
-            prompt = t.advised_ids if t.injected and t.keep else t.prompt_ids
+            assert not t.advice or t.advised_ids == tokenizer(told).input_ids
+            prompt = t.advised_ids if t.advice and t.keep else t.prompt_ids
             assert data["ids"][i][data["mask"][i].bool()].tolist() == prompt + sum(
                 (ids for _, ids in t.steps), []
             )
@@ -140,97 +146,74 @@ def test_hybrid_keeps_half_and_strips_half(tmp_path, monkeypatch, advice):
             assert trained == [
                 token for role, ids in t.steps if role == "assistant" for token in ids
             ]
-            assert bool(data["exp_mask"][i].any()) == (t.injected and not t.keep)
+            assert bool(data["exp_mask"][i].any()) == (bool(t.advice) and not t.keep)
     row = metrics_without_times(tmp_path / "run")[1]
-    assert row["exp/off_frac"] == 0.25 and row["exp/kept_tasks"] == row["exp/stripped_tasks"] == 2
+    assert row["exp/off_frac"] == 0.25 and row["exp/retrieval_empty_frac"] == 0
     assert (tmp_path / "pool").read_bytes() == before, "the user's file is read, never written"
 
 
 def test_the_pool_is_built_from_training_tasks(tmp_path, monkeypatch, advice):
-    def records(folder):
-        return [
-            json.loads(line)
-            for line in (tmp_path / folder / "experience_pool.jsonl").read_text().splitlines()
-        ]
-
-    added = spy(monkeypatch, het.ExperiencePool, "add_successes")
-    options = dict(num_rooms=40, eval_size=40, eval_every=1, num_iterations=5)
-    run(tmp_path / "run", updated_freq=2, **advice, **options)
-    assert [step for (_, _, step), _ in added] == [-1, 2, 4], (
-        "an own pool does not switch the first fill off"
-    )
-    assert len(records("run")) > 3 and {r["task"] for r in records("run")} - {None} <= set(
-        range(120)
-    )
+    added = spy(monkeypatch, het.ExperiencePool, "fill_pool")
+    options = dict(num_train_tasks=120, eval_size=40, eval_every=1, num_iterations=5)
+    run(tmp_path / "run", **advice, **options | dict(updated_freq=2))
+    assert [args[2] for args, _ in added] == [-1, 2, 4], "a file does not replace the first round"
+    assert {t.task for args, _ in added for t in args[1]} <= set(range(120))
     assert [row["global_step"] for row in metrics_without_times(tmp_path / "run")[:2]] == [32, 48]
-    run(tmp_path / "leak", val_summarizer_save=True, init_exp_before_training=False, **options)
-    assert records("leak") and {r["task"] for r in records("leak")} <= set(range(120, 160))
+    added.clear()
+    run(tmp_path / "leak", val_summarizer_save=True, init_exp_before_training=0, **options)
+    assert {t.task for args, _ in added for t in args[1]} == set(range(120, 160))
+
+
+def test_a_pool_that_was_empty_at_first_is_filled_later(tmp_path, capsys, monkeypatch):
+    """The default adds notes in every iteration: one empty round is not plain GRPO for good."""
+    assert het.Args().updated_freq > 0
+    plain = {k: v for k, v in TINY.items() if k != "updated_freq"}
+    options = dict(init_exp_before_training=0, num_iterations=4, run_dir=str(tmp_path / "run"))
+    metrics = het.main(het.Args(**plain | options))
+    assert metrics["exp/pool_size"] > 0 and metrics["exp/retrieval_empty_frac"] < 1
+    assert "no advice for any guided episode" in capsys.readouterr().out, "said in iteration 1"
+
+
+def test_guided_success_is_that_of_episodes_with_advice(tmp_path):
+    metrics = run(tmp_path / "run", init_exp_before_training=0)
+    assert metrics["exp/pool_size"] == 0
+    assert "eval/success_guided" not in metrics and "eval/success_unguided" in metrics
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.3])
 def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch, advice):
-    collected = spy(monkeypatch, het, "collect")
+    played = spy(monkeypatch, het.Player, "play")
     metrics = run(tmp_path / "run", **advice, eval_size=12, rollout_expratio=ratio)
-    (_, done), (_, unseen) = collected[-2:]
-    assert {t.task for t in done} == set(range(12, 24)) and all(
-        t.task >= 2 * het.PRACTICE for t in unseen
-    )
-    assert sum(t.injected for t in done) == math.floor(12 * ratio), (
-        "the share holds for validation, too"
-    )
-    assert all(t.injected for t in unseen), "told what nobody has seen"
+    done = played[-1][1]
+    assert {t.task for t in done} == set(range(12, 24))
+    assert sum(bool(t.advice) for t in done) == math.floor(12 * ratio), "the share holds here, too"
     for guided, name in ((False, "unguided"), (True, "guided")):
-        found = [t.success for t in done if t.injected == guided]
+        found = [t.success for t in done if bool(t.advice) == guided]
         assert metrics[f"eval/success_{name}"] == sum(found) / len(found)
     assert metrics["eval/success_rate"] == metrics["eval/success_unguided"]
 
 
-@pytest.mark.parametrize("old", ["stripped", "behavior"])
-def test_stripped_samples(old, tmp_path, monkeypatch, advice, in_order):
-    """Old log-probs are pi(y|x), ratio 1 at first, or the sampler's. Failures weigh pi(y|x) / pi(y|x,advice)."""
+def test_stripped_samples(tmp_path, monkeypatch, advice, in_order):
+    """Old log-probs are pi(y|x), so the ratio is 1. Failures weigh pi(y|x) / pi(y|x,advice)."""
     samples, losses = (
         spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "policy_loss")
     )
-    options = dict(
-        method="ei", num_minibatches=1, num_iterations=1, off_old_logp=old, off_ratio_limit=1e9
-    )
-    run(tmp_path / "run", **advice, **options)
+    run(tmp_path / "run", **advice, method="ei", num_minibatches=1, num_iterations=1)
     trajectories, data = batches(samples)[0]
     new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
     group, failures = het.group_advantages(data["rewards"], data["group_ids"]).tolist(), 0
     for i, t in enumerate(trajectories):
         trained = data["response_mask"][i].bool()
-        sampled, used, now = (
-            torch.tensor(t.sampler_logprobs),
-            logprobs[i][trained],
-            new_logprobs[i][trained].detach(),
-        )
+        sampled = torch.tensor(t.sampler_logprobs)
+        now = new_logprobs[i][trained].detach()
         expected = torch.full((len(sampled),), group[i])
-        behaviour = t.injected and old == "behavior"
-        torch.testing.assert_close(used, sampled if behaviour else now, atol=1e-5, rtol=0)
-        if t.injected:
+        torch.testing.assert_close(logprobs[i][trained], now, atol=1e-5, rtol=0)
+        if t.advice:
             assert not torch.allclose(now, sampled, atol=1e-4)
             if group[i] < 0:
                 expected, failures = expected * (now - sampled).exp().clamp(max=1), failures + 1
         torch.testing.assert_close(advantages[i][trained], expected, atol=1e-5, rtol=1e-4)
     assert high == 0.6 and failures > 0
-
-
-@pytest.mark.parametrize("limit, guarded", [(0.9, 2), (50.0, 0)])
-def test_the_guard_skips_a_minibatch_that_has_gone_too_far(
-    limit, guarded, tmp_path, monkeypatch, advice
-):
-    """A stripped ratio is 1 at first, which is above .9; the weights then stay what they were."""
-    starts = models_before_updates(monkeypatch)
-    options = dict(
-        method="ei", num_minibatches=1, num_iterations=1, update_epochs=2, off_ratio_limit=limit
-    )
-    metrics = run(tmp_path / "run", **advice, **options)
-    start, final = starts[0].state_dict(), weights(tmp_path / "run")
-    assert metrics["losses/guarded_steps"] == guarded
-    assert same({key: start[key] for key in final}, final) == (guarded == 2)
-    kept = run(tmp_path / "kept", method="baseline", num_iterations=1, off_ratio_limit=limit)
-    assert kept["losses/guarded_steps"] == 0, "on-policy tokens have their clip"
 
 
 def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_order):
@@ -249,32 +232,38 @@ def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_ord
         )
         mask = mb["response_mask"].bool()
         assert loss.item() == pytest.approx(-mb["logprobs"][mask].mean().item(), abs=1e-5)
-        views |= {(t.injected, t.keep) for t in trajectories}
+        views |= {(bool(t.advice), t.keep) for t in trajectories}
     assert len(views) == 4, "guided and not, kept and stripped"
 
 
-def test_self_distillation_pulls_failures_to_the_teacher(tmp_path, monkeypatch, advice, in_order):
-    measured, losses = (spy(monkeypatch, het, name) for name in ("compute_log_prob", "grpo_loss"))
-    run(tmp_path / "run", method="sd", **advice, num_minibatches=1, num_iterations=1, sd_coef=0.5)
-    (_, (old, _)), ((_, told, _), (teacher, _)) = measured
-    mb = losses[0][0][1]
-    failed = mb["rewards"] < 1
-    group = het.group_advantages(mb["rewards"], mb["group_ids"])[:, None] * mb["response_mask"]
-    torch.testing.assert_close(mb["advantages"], group + 0.5 * failed[:, None] * (teacher - old))
-    assert failed.any() and (told["mask"].sum(1) > mb["mask"].sum(1)).all(), (
-        "the teacher reads advice"
-    )
+def test_imitation_then_grpo(tmp_path, monkeypatch, advice):
+    """--imitate-iterations: guided and imitating first, then the method."""
+    losses, played = spy(monkeypatch, het, "grpo_loss"), spy(monkeypatch, het.Player, "play")
+    options = dict(method="baseline", imitate_iterations=2, num_iterations=4, num_minibatches=1)
+    run(tmp_path / "run", **advice, **options)
+    assert [args[3].method for args, _ in losses] == ["sft", "sft", "baseline", "baseline"]
+    guided = [sum(t.guided for t in found) for _, found in played if len(found) == 16]
+    assert guided == [8, 8, 0, 0]
+
+
+def test_the_entropy_bonus_is_part_of_the_loss(tmp_path, monkeypatch, in_order):
+    losses = spy(monkeypatch, het, "grpo_loss")
+    options = dict(method="baseline", num_iterations=1, num_minibatches=1)
+    for coefficient in (0.0, 0.5):
+        run(tmp_path / str(coefficient), ent_coef=coefficient, **options)
+    (_, (plain, stats, _)), (_, (with_bonus, *_)) = losses
+    assert with_bonus.item() == pytest.approx((plain - 0.5 * stats["entropy"]).item(), abs=1e-6)
+    assert not same(weights(tmp_path / "0.0"), weights(tmp_path / "0.5")), "it has a gradient"
 
 
 def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = spy(monkeypatch, het, "grpo_loss")
+    monkeypatch.setattr(het, "DUAL_CLIP", 1.5)
     options = RECORDED | dict(
-        num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01, clip_c=1.5
+        num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01
     )
-    options |= dict(
-        update_epochs=2, learning_rate=1e-2, num_iterations=5, replay_loss="shape", shaping_beta=0.3
-    )
+    options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5)
     run(tmp_path / "run", **advice, **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
@@ -286,7 +275,7 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
             high = 0.02 if kind else 0.01
             value = min(w * a, min(max(w, 0.99), 1 + high) * a)
             value = max(value, 1.5 * a) if a < 0 else value
-            total -= a * w / (w + 0.3) if kind == 2 else value
+            total -= value
             kinds[kind] += 1
         assert loss.item() == pytest.approx(total / mb["response_mask"].sum().item(), abs=1e-5)
     assert (kinds > 20).all()
@@ -318,11 +307,11 @@ def test_recorded_log_probs_are_those_of_the_time(tmp_path, monkeypatch, advice)
                 "the agent's tokens"
             )
             if t.is_experience_replay:
-                assert torch.equal(logprobs[i][mask], then[t.trajectory_id])
+                assert torch.equal(logprobs[i][mask], then[t.version, t.task, *t.sampler_logprobs])
                 compared += not torch.allclose(old[i][mask], logprobs[i][mask], atol=1e-4)
             else:
                 assert torch.equal(logprobs[i], old[i])
-                then[t.trajectory_id] = old[i][mask].clone()
+                then[t.version, t.task, *t.sampler_logprobs] = old[i][mask].clone()
     assert compared > 3
 
 
@@ -332,7 +321,7 @@ def test_groups_stay_whole_and_replay_is_not_counted(tmp_path, monkeypatch):
     )
     run(tmp_path / "run", num_iterations=6, method="baseline", use_experience_replay=True)
     rows, replays, fresh_in_all = metrics_without_times(tmp_path / "run")[1:], 0, 0
-    for (trajectories, _), row, ((rewards, groups), result) in zip(
+    for (trajectories, _), row, ((rewards, groups, _), result) in zip(
         batches(calls), rows, advantages, strict=True
     ):
         replayed, fresh = (
@@ -362,6 +351,57 @@ def test_todays_log_probs_start_at_ratio_one(tmp_path):
         assert len(rows) > 2 and (max(abs(row["ratio/off_max"] - 1) for row in rows) < 1e-5) == near
 
 
+def test_members_of_a_group_stand_behind_one_kind_of_prompt(tmp_path, monkeypatch, advice):
+    calls = spy(monkeypatch, het, "samples_to_dataproto")
+    run(tmp_path / "run", num_iterations=8, **advice, **RECORDED)
+    replayed = 0
+    for trajectories, _ in batches(calls):
+        for group in range(4):
+            views = {t.keep for t in trajectories if t.data_id == group and t.advice}
+            assert len(views) <= 1
+        replayed += sum(t.is_experience_replay and bool(t.advice) for t in trajectories)
+    assert replayed > 3
+
+
+def test_the_mismatch_of_imitation_is_that_of_new_samples(tmp_path, advice):
+    """Weights move far; samples of earlier iterations must not count as a mismatch."""
+    run(tmp_path / "run", method="sft", num_iterations=5, learning_rate=1e-2, **advice)
+    rows = metrics_without_times(tmp_path / "run")[1:]
+    found = [row["rollout/logprob_mismatch"] for row in rows if "rollout/logprob_mismatch" in row]
+    assert len(found) > 2 and max(found) < 1e-4
+
+
+# --- episodes in words ---
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_episodes_played_again_give_the_reward_that_was_written(tmp_path, monkeypatch, advice):
+    monkeypatch.undo()
+    monkeypatch.setattr(het.Run, "finish", lambda *args: None)
+    run(tmp_path / "run", **advice, max_turns=7)
+    rows = read_lines(tmp_path / "run" / "episodes.jsonl")
+    assert [row["global_step"] for row in rows] == [32] * 6 + [64] * 6 + [80] * 6
+    env = het.TextEnv(het.Args(**TINY))
+    for row in rows:
+        question, _ = env.reset(row["task"])
+        lines = [question]
+        for turn in row["turns"]:
+            observation, reward, *_ = env.step(turn["action"])
+            assert (observation, reward) == (turn["observation"], turn["reward"])
+            lines += [f"> {turn['action']}", observation]
+        assert row["text"] == "\n".join(lines)
+        assert row["reward"] == sum(turn["reward"] for turn in row["turns"])
+    kinds = {row["advice"] for row in rows}
+    assert "" in kinds and 1 < len(kinds) and kinds <= {"", *NASTY.values()}
+
+
+def test_a_run_ends_with_an_episode_of_each_kind(tmp_path, capsys, advice):
+    run(tmp_path / "run", **advice, num_iterations=1)
+    shown = capsys.readouterr().out
+    assert shown.count("--- task") == 2 and "advice: none" in shown and "</EXP>" in shown
+
+
 # --- what is off ---
 def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
     """Share 0 of a poisoned pool, and a memory of NaNs that is never drawn from, change no number."""
@@ -376,12 +416,11 @@ def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
 
     monkeypatch.setattr(het.ExperienceManager, "save_trajectories_to_memory", poisoned)
     poison = pool_file(tmp_path / "pool", {name: "poison" for name in het.NAMES[:3]})
-    none = dict(rollout_expratio=0.0, val_rollout_expmode="woexp", init_exp_before_training=False)
+    none = dict(rollout_expratio=0.0, val_rollout_expmode="woexp", init_exp_before_training=0)
+    none |= dict(updated_freq=0)
     # the pool's words are in the vocabulary: take those of the plain run
-    words = het.spoken_words
-    monkeypatch.setattr(
-        het, "spoken_words", lambda env, seeds, records, args: words(env, seeds, [], args)
-    )
+    words = het.vocabulary
+    monkeypatch.setattr(het, "vocabulary", lambda *inputs: words(*inputs[:3], [], inputs[4]))
     run(tmp_path / "off", experience_pool=poison, exp_ratio=0.0, **none, **RECORDED)
     plain, other = (metrics_without_times(tmp_path / name) for name in ("plain", "off"))
     for row in plain + other:
@@ -467,7 +506,7 @@ def test_validation_changes_nothing_that_training_reads(tmp_path):
             row.pop(key)
     assert rows[0] == rows[1] != rows[2]
     states = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True) for name in "ab"]
-    assert all(states[0][key] == states[1][key] for key in ("manager", "pool", "counters"))
+    assert states[0]["state"] == states[1]["state"]
 
 
 # --- checkpoint ---
@@ -499,16 +538,18 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
     (process,) = forked(lambda: go_on(interrupted, save_every=100))
     process.join(60)
     assert process.exitcode == 0, "SIGTERM saves and ends"
-    assert torch.load(killed / "checkpoint.pt", weights_only=True)["counters"][0] == 4
-    with pytest.raises(FileExistsError):
+    assert torch.load(killed / "checkpoint.pt", weights_only=True)["state"]["iteration"] == 4
+    with pytest.raises(SystemExit, match="already exists"):
         run(killed, **LONG)
     run(killed, **LONG, resume=True)
     assert_same_run(tmp_path / "whole", killed)
+    episodes = [(folder / "episodes.jsonl").read_text() for folder in (tmp_path / "whole", killed)]
+    assert episodes[0] == episodes[1]
     states = [
         torch.load(folder / "checkpoint.pt", weights_only=True)
         for folder in (tmp_path / "whole", killed)
     ]
-    assert all(states[0][key] == states[1][key] for key in ("manager", "pool", "counters"))
+    assert states[0]["state"] == states[1]["state"]
     rows = metrics_without_times(killed)
     assert rows[-1]["replay/trajectories"] > 0 and any(
         row.get("replay/experience_tasks") for row in rows
@@ -527,11 +568,12 @@ def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
         return loss * (math.nan if len(calls) in (1, 4) else 1.0), *rest
 
     monkeypatch.setattr(het, "grpo_loss", poisoned)
-    metrics = run(tmp_path / "run", method="baseline")
-    assert metrics["losses/skipped_steps"] == 2
+    run(tmp_path / "run", method="baseline")
+    rows = metrics_without_times(tmp_path / "run")
+    assert [row["losses/skipped_steps"] for row in rows[1:]] == [1, 1, 0]
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run").values())
     monkeypatch.setattr(het.TextEnv, "step", lambda self, text: ("open", math.nan, True, False, {}))
-    with pytest.raises(SystemExit, match="iteration 1"):
+    with pytest.raises(SystemExit, match="finite"):
         run(tmp_path / "all", method="baseline")
 
 
@@ -544,12 +586,26 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
     run(tmp_path / "one", **options)
     assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=fsdp, **options)) == [0, 0]
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    episodes = [(tmp_path / name / "episodes.jsonl").read_text() for name in ("one", "two")]
+    assert episodes[0] == episodes[1], "written once"
     last = metrics_without_times(tmp_path / "one")[2]
     assert last["replay/experience_tasks"] > 0 and last["exp/off_frac"] > 0
     if fsdp:  # sharded, stopped and resumed
         longer = options | dict(num_iterations=3, resume=True)
         assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=True, **longer)) == [0, 0]
         assert len(metrics_without_times(tmp_path / "two")) == 4
+
+
+def test_one_rank_asks_the_summarizer_and_an_error_that_cannot_be_sent_is_counted(tmp_path):
+    """An HTTPError holds an open file: it must not travel between processes."""
+    (tmp_path / "notes.py").write_text(
+        "import os\n\n\ndef fails(episodes, ask):\n"
+        "    error = OSError('no network')\n    error.file = open(__file__)\n    raise error\n"
+    )
+    options = dict(summarizer=f"{tmp_path}/notes.py:fails", updated_freq=1, num_iterations=2)
+    assert two_ranks(lambda rank: run(tmp_path / "two", **options)) == [0, 0]
+    rows = metrics_without_times(tmp_path / "two")
+    assert [row["exp/failed_calls"] for row in rows[1:]] == [2, 3]
 
 
 # --- environments ---
@@ -573,7 +629,9 @@ def test_what_an_environment_hears_and_says(monkeypatch):
         "open",
     ]
     assert [t[0] for t in told] == replies and [t[1] for t in told] == [0, 0, -1, 0, 0, 1]
-    assert told[-1][2] and told[-1][4] == dict(experience="brass : " + " ".join(secret))
+    assert told[-1][2] and told[-1][4]["experience"] == "brass : " + " ".join(secret)
+    assert told[-1][4]["success"], "one slip does not undo a solved game"
+    assert not any(t[4].get("success") for t in told[:-1])
     secrets = {tuple(env.reset(het.PRACTICE + 12 * i)[1]["solution"]) for i in range(99)}
     assert len(secrets) > 50, "the warm start learns no secret"
     cliff = het.TextEnv(
@@ -583,6 +641,73 @@ def test_what_an_environment_hears_and_says(monkeypatch):
     assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, (
         "nonsense is no way out"
     )
+
+
+ENVIRONMENT = """
+import sibling
+
+loads = sibling.loaded.append(1)
+
+
+class Game:
+    actions = ("left", "right")
+
+    def __init__(self, size=2):
+        self.size = size
+
+    def reset(self, seed):
+        sibling.resets.append(seed)
+        return f"door {sibling.words[seed % len(sibling.words)]}", {}
+
+    def step(self, action):
+        return "the end", 0.0, True, False, dict(success=self.size == 5)
+"""
+
+
+def environment(folder, monkeypatch, words):
+    monkeypatch.undo()
+    monkeypatch.setattr(het.Run, "finish", lambda *args: None)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    for name in ("sibling", "game"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    het.load_module.cache_clear()
+    (folder / "sibling.py").write_text(f"loaded = []\nresets = []\nwords = {words!r}\n")
+    (folder / "game.py").write_text(ENVIRONMENT)
+    return f"{folder / 'game.py'}:Game"
+
+
+def test_an_environment_file_is_loaded_once_with_its_folder_and_arguments(tmp_path, monkeypatch):
+    """A sibling import works, the class gets its arguments, and info["success"] counts."""
+    env = environment(tmp_path, monkeypatch, ["oak", "fir"])
+    metrics = run(tmp_path / "run", env=env + '{"size": 5}', max_turns=2)
+    assert metrics["charts/success_rate"] > 0, "what the environment says, with a reward of 0"
+    sibling = sys.modules["sibling"]
+    assert sum(sibling.loaded) == 1, "for all of its environments"
+    assert run(tmp_path / "small", env=env, max_turns=2)["charts/success_rate"] == 0
+
+
+def test_a_file_may_have_the_name_of_a_module(tmp_path):
+    """import_module("queue") would give the one of the standard library."""
+    (tmp_path / "queue.py").write_text("def notes(episodes, ask):\n    return [('a', 'b')]\n")
+    pool = het.ExperiencePool(het.Args(summarizer=f"{tmp_path}/queue.py:notes"))
+    pool.fill_pool([], 0)
+    assert pool.records == [dict(topic="a", text="b", step=0)]
+
+
+def test_a_model_of_ones_own_is_not_practised_with(chat_model, tmp_path, monkeypatch):
+    """Every reset is one of an episode: held-out tasks are played in evaluations only."""
+    env = environment(tmp_path, monkeypatch, ["oak", "fir"])
+    options = dict(model_name=chat_model, max_turns=1, num_iterations=1, eval_every=9)
+    run(tmp_path / "run", env=env, **options, init_exp_before_training=0)
+    resets = sys.modules["sibling"].resets
+    assert len(resets) == 6 + 16 + 6 and max(resets) < 12 + 6
+
+
+def test_a_word_that_the_tiny_model_does_not_know_is_said(tmp_path, monkeypatch, capsys):
+    env = environment(tmp_path, monkeypatch, [f"word{chr(97 + i)}" for i in range(26)])
+    monkeypatch.setattr(het, "vocabulary", lambda *inputs: ["door", "left", "right"])
+    run(tmp_path / "run", env=env, max_turns=1)
+    assert "the model reads <unk> in 'door word" in capsys.readouterr().out
 
 
 def test_success_needs_an_end(tmp_path, monkeypatch):
@@ -620,7 +745,7 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
     options = dict(
         model_name=chat_model, chat_template=True, max_turns=3, max_turn_tokens=4, temperature=0.7
     )
-    metrics = run(tmp_path / "run", **options, num_iterations=1, init_exp_before_training=False)
+    metrics = run(tmp_path / "run", **options, num_iterations=1, init_exp_before_training=0)
     assert metrics["rollout/logprob_mismatch"] < 1e-5
     tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
     trajectories, data = batches(calls)[0]
@@ -647,28 +772,30 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
 def test_without_a_template_an_answer_stands_right_behind_question_and_observation(chat_model):
     """What goes on from "First key:" has to go on from "Second key:"; a line break after one is another text."""
     tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
-    dialogue = het.Dialogue(tokenizer, False, torch.tensor([1]))
+    dialogue = het.Dialogue(tokenizer, het.Args(), torch.tensor([1]))
     text = lambda ids: "".join(tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
     assert text(dialogue.prompt("First key:")) == "First key:"
-    assert text(dialogue.reply("Second key:", False)) == "\nSecond key:"
+    assert text(dialogue.reply("Second key:", [7])) == "\nSecond key:"
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
     args = het.Args(**TINY)
     envs = [het.TextEnv(args) for _ in range(6)]
-    lm, tokenizer, eos_ids = het.load_agent(args, het.spoken_words(envs[0], [0, 1, 2], [], args))
-    policy, dialogue = het.LanguagePolicy(lm, eos_ids, 1.0), het.Dialogue(tokenizer, False, eos_ids)
-    pool = het.ExperiencePool(args, [])
-    pool.add(None, "amber", "amber : red", -1)
+    words = het.vocabulary(envs[0], [0, 1, 2], [], [], args)
+    lm, tokenizer, eos_ids = het.load_agent(args, words)
+    policy, dialogue = het.Policy(lm, eos_ids, 1.0), het.Dialogue(tokenizer, args, eos_ids)
+    pool = het.ExperiencePool(args)
+    pool.add("amber", "amber : red", -1)
+    player = het.Player(policy, envs, pool, dialogue, args)
     uniforms = torch.rand(6, 7, generator=torch.Generator().manual_seed(0))
 
     def play(rows):
         games = [het.Trajectory(i, guided=True) for i in rows]
-        het.play_games(policy, games, envs[: len(rows)], pool, dialogue, args, 1, uniforms[rows])
+        player.play_part(games, 1, uniforms[rows])
         return games
 
     together = play(list(range(6)))
-    assert [t.injected for t in together] == [True, False, False] * 2
+    assert [bool(t.advice) for t in together] == [True, False, False] * 2
     for i in range(6):
         alone = play([i])[0]
         assert alone.steps == together[i].steps
@@ -682,5 +809,5 @@ def test_the_command_fills_the_run_folder(run_script, tmp_path):
     done = run_script("het_grpo.py", *flags, "--run-dir", "out", "--use-experience-replay")
     assert done.returncode == 0, done.stderr
     assert "[3/3]" in done.stdout
-    files = "args.json metrics.jsonl summary.json curves.png checkpoint.pt experience_pool.jsonl final_model".split()
+    files = "args.json metrics.jsonl summary.json curves.png checkpoint.pt episodes.jsonl final_model".split()
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(files)

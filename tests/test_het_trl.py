@@ -33,7 +33,11 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
     ours, finals = list(gradients), weights(tmp_path / "ours")
     assert len(ours) == 2 and metrics["losses/clipfrac_on"] > 0.02, "the clip must have work to do"
     gradients.clear()
-    rows = [(t.prompt_ids, *het.tokenize_steps(t.steps)[:2]) for t in trajectories]
+    samples = [het.tokenize_steps(t.steps) for t in trajectories]
+    rows = [
+        (t.prompt_ids, sample["response_ids"], sample["response_mask"])
+        for t, sample in zip(trajectories, samples, strict=True)
+    ]
 
     def played(prompts, trainer):
         assert prompts == [str(i // 4) for i in range(16)], "groups in our order"

@@ -167,12 +167,12 @@ BAD = {  # flags that make no sense, options that would be ignored among them; t
     "ppo": LM_BAD,
     "ppo_v1": LM_BAD + " | --resume | --fsdp | --dual-clip 0.5 | --early-stopping-patience 0",
     "ppo_v2": LM_BAD + " | --replay-buffer-size 700 | --priority-age-tau None | --correction dppo",
-    "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --num-families 25
+    "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --temperature 0
         --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard
         --method baseline --train-rollout-expmode all | --method ei --train-sample-keepratio 0.5
         --method het --no-enable | --method baseline --experience-pool x | --method sft --use-experience-replay
-        --num-rooms 2 --num-tasks 25 | --group-size 4 --offpolicy-trajectories-per-task 4
-        --experience-rbound 3 --experience-lbound 5""",
+        --num-train-tasks 7 | --chat-template | --fsdp | --env absent.py:Game | --summarizer absent.py:name
+        --experience-pool absent.jsonl""",
     "sac_hybrid": """--lr 0 | --max-steps 0 | --tau 1.5 | --seed -1 | --gamma nan | --resume
         --num-critics 1 --num-sampled-critics 2 | --num-demos 0 --algorithm bc | --env-id Pendulum-v1 --human expert""",
     "wsrl_warmup": """--offline-decay-rate 1.5 | --batch-size 0 | --preset nonsense | --lr nan | --resume
