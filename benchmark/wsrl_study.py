@@ -26,30 +26,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 PATH, TUNING, SWITCH = (HERE / f"wsrl_{name}.csv" for name in ("study", "tuning", "switch"))
-COLUMNS = [
-    "task",
-    "arm",
-    "seed",
-    "env_steps",
-    "return",
-    "data_return",
-    "kept_bytes",
-    "cpu_seconds",
-    "lr",
-]
+COLUMNS = "task arm seed env_steps return data_return cpu_seconds lr".split()
 SEEDS, TUNING_SEEDS, GRID = (1, 2, 3, 4, 5), (101,), (3e-4, 1e-3, 3e-3)
-COMMON = dict(
-    env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250
-)
-TASKS = {
-    "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
-    "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
-    # 80 episodes of each; its rewards are small as they are
-    "Reacher": dict(env_id="Reacher-v5", sources=("suboptimal", "random"), reward_scale=1.0),
-}
+COMMON = dict(warmup_steps=1_500, online_steps=2_000, eval_every=200, device="cpu")
+COMMON |= dict(capture_video=False, save_every=10**6)
+ENV_IDS = {"no demos": "Pendulum-v1", "one demo": "Pendulum-v1", "Reacher": "Reacher-v5"}
+# Reacher: rewards are small as they are; all other options are those of the built-in task
+TASKS = {"no demos": {}, "one demo": {}, "Reacher": dict(reward_scale=1.0)}
 # two evaluations in a row must reach this; the scripts have -110 on these episodes and -5.8
 EXPERT = {"no demos": -130.0, "one demo": -130.0, "Reacher": -7.0}
-SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
+SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates per step
 PLAIN = dict(
     use_prioritized_replay=False,
     weighted_loss="none",
@@ -57,10 +43,10 @@ PLAIN = dict(
     initial_offline_ratio=0.5,
 )
 ARMS = {
-    "scratch": dict(preset="scratch", offline_steps=0),
-    "rlpd": dict(preset="rlpd", offline_steps=0) | SAME,
+    "scratch": dict(preset="scratch", warmup_steps=0),
+    "rlpd": dict(preset="rlpd", warmup_steps=0) | SAME,
     # the paper's 5000 frozen steps are longer than these runs
-    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500, online_steps=1_500) | SAME,
+    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500) | SAME,
     "bc then SAC": dict(preset="bc"),
     "SAC then SAC": PLAIN,  # the design without any of its four parts
     "design": {},
@@ -89,50 +75,61 @@ def reach(obs):
     return np.clip(-20 * np.array(torque) - 0.05 * np.array(speed), -1, 1)
 
 
-def make_data(folder, task, seed):
-    """Reacher's sources, since the script does not know it; those of the other tasks it makes itself."""
-    import numpy as np
-
+def make_data(task, seed):
+    """Data files of a task, the same for all arms.  -> options that name them"""
     import wsrl_warmup
 
-    for i, name in enumerate(TASKS[task]["sources"]) if task == "Reacher" else ():
-        if not (folder / f"{name}.npz").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            env, rng = wsrl_warmup.make_env("Reacher-v5"), np.random.default_rng([seed, i])
-            np.savez(
-                folder / f"{name}.npz", **wsrl_warmup.make_source(env, reach, name, 4_000, rng)
-            )
+    if task == "no demos":
+        return {}  # the built-in task makes them itself
+    folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_") / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    env = wsrl_warmup.make_gym_env(ENV_IDS[task])
+    expert, sources, num_rows = reach, ("suboptimal", "random"), 4_000
+    if task == "one demo":
+        expert, sources, num_rows = wsrl_warmup.swing_up, ("demos",), 200
+    options = {}
+    for source in sources:
+        path = folder / f"{source}.npz"
+        if not path.exists():
+            transitions = wsrl_warmup.make_source(env, expert, source, seed, num_rows)
+            wsrl_warmup.write_npz(path, transitions)
+        option = "offline_data_path" if source == "demos" else f"{source}_data_path"
+        options[option] = [str(path)]
+    return options
+
+
+def make_args(task, arm_options, seed, lr, run_dir):
+    """The options of a run, as the command line would complete them"""
+    import wsrl_warmup
+
+    preset = arm_options.get("preset", "design")
+    options = wsrl_warmup.default_options(preset=preset) | COMMON | TASKS[task]
+    options |= dict(env_id=ENV_IDS[task], seed=seed, lr=lr, run_dir=run_dir) | arm_options
+    if options["warmup_steps"] or options["retention_ratio"]:
+        options |= make_data(task, seed)
+    return wsrl_warmup.Args(**options)
 
 
 def run(task, arm, seed, lr):
     """One training run -> rows for the CSV."""
     import wsrl_warmup
 
-    folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_")
-    make_data(folder / str(seed), task, seed)
-    options = COMMON | TASKS[task] | dict(seed=seed, data_dir=str(folder / str(seed)), lr=lr)
-    start = (
-        time.process_time()
-    )  # CPU seconds of this process: other load on the machine must not count
+    start = time.process_time()  # other load on the machine must not count
     with tempfile.TemporaryDirectory() as target, contextlib.redirect_stdout(io.StringIO()) as out:
-        options |= (ARMS | PARTS)[arm] | dict(run_dir=f"{target}/run")
-        wsrl_warmup.main(wsrl_warmup.Args(**options))
-        rows = [json.loads(line) for line in open(f"{target}/run/metrics.jsonl")]
-    lines = [line for line in out.getvalue().splitlines() if "episodes, return" in line]
+        args = make_args(task, (ARMS | PARTS)[arm], seed, lr, f"{target}/run")
+        wsrl_warmup.main(args)
+        rows = [json.loads(line) for line in open(f"{target}/run/metrics.jsonl", encoding="utf-8")]
+    lines = [line for line in out.getvalue().splitlines() if "mean return" in line]
     best = max((float(line.split("return ")[1]) for line in lines), default=float("nan"))
     seconds = round(time.process_time() - start, 1)
     rows = [row for row in rows if "eval/episodic_return" in row]
     if rows[-1]["charts/env_steps"] < 2_000:
         sys.exit("the run was stopped")  # it is not a result
-    first = max(
-        i for i, row in enumerate(rows) if row["charts/env_steps"] == 0
-    )  # the policy that goes online
+    first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)
     found = []
-    for row in rows[first:]:
+    for row in rows[first:]:  # from the policy that goes online
         point = (row["charts/env_steps"], round(row["eval/episodic_return"], 2))
-        found.append(
-            [task, arm, seed, *point, best, row.get("buffer/offline_bytes", 0), seconds, lr]
-        )
+        found.append([task, arm, seed, *point, best, seconds, lr])
     return found
 
 
@@ -185,14 +182,14 @@ def steps_to(curve, level):
 
 
 def table(task, arms=ARMS):
-    """Markdown: return at 0, 500, 2000 steps, over all from 500 on: mean (worst seed); loss; steps to the expert"""
-    head = "arm | rate | return at 0 | at 500 | at 2000 steps | 500 to 2000 | most lost below the start"
+    """Markdown: return at 0, 400, 2000 steps, over all from 400 on: mean (worst seed); loss; steps to the expert"""
+    head = "arm | rate | return at 0 | at 400 | at 2000 steps | 400 to 2000 | most lost below the start"
     lines = [f"| {head} | steps to the expert's level |", "|---" * 8 + "|"]
     for arm in arms:
         if mine := of(task, arm):
-            points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
+            points = [[curve[step] for curve in mine] for step in (0, 400, 2000)]
             points.append(
-                [statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine]
+                [statistics.mean(x for step, x in curve.items() if step >= 400) for curve in mine]
             )
             digits = 1 if task == "Reacher" else 0
             cells = [
