@@ -640,8 +640,9 @@ def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", age
 
 
 def split_rows(batch_size, offline_ratio, num_offline, num_online):
-    """Rows from (offline, online). If the online buffer is short, offline rows fill the batch."""
-    if num_offline == 0:
+    """Rows from (offline, online). If the online buffer is short, offline rows fill the batch,
+    except if their share is 0."""
+    if num_offline == 0 or (offline_ratio == 0 and num_online > 0):
         return 0, batch_size
     num_online_rows = min(batch_size - int(batch_size * offline_ratio), num_online)
     return batch_size - num_online_rows, num_online_rows
@@ -898,8 +899,10 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 evaluate between two episodes
         is_last = progress.global_step == last_step
-        is_eval_due = is_eval_due or env_steps % args.eval_every == 0
-        if warmup_ends or is_last or (is_eval_due and obs is None):
+        is_between_episodes = is_last or obs is None
+        if warmup_ends or is_last or env_steps % args.eval_every == 0:
+            is_eval_due = True
+        if is_eval_due and is_between_episodes:
             is_eval_due = False
             row |= evaluate_policy(agent, env, args.eval_episodes)
         if warmup_ends:
@@ -932,7 +935,7 @@ def main(args: Args) -> dict[str, float]:
             save_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
         if warmup_ends or progress.global_step % args.save_every == 0:
             is_save_due = True
-        if obs is None and (is_save_due or is_last or signals.received):
+        if is_between_episodes and (is_save_due or is_last or signals.received):
             save_run(run, agent, offline_rb, online_rb, progress)
             is_save_due = False
             if signals.received:
@@ -1006,10 +1009,9 @@ def finish_run(args, run, agent, env):
 # --- task: environments ---
 def make_gym_env(env_id):
     """Observations become float32 vectors, actions are in [-1,1]."""
-    try:
+    env = gym.make(env_id)
+    if "rgb_array" in env.metadata.get("render_modes", []):
         env = gym.make(env_id, render_mode="rgb_array")
-    except TypeError:  # it has no render_mode
-        env = gym.make(env_id)
     actions = env.action_space
     is_box = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
     if not is_box or len(actions.shape) != 1 or (actions.low >= actions.high).any():
