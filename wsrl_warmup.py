@@ -240,11 +240,13 @@ class EnsembleLinear(nn.Module):
         bound = in_dim**-0.5  # initialized like nn.Linear
         self.weight = nn.Parameter(torch.empty(num_critics, in_dim, out_dim))
         self.bias = nn.Parameter(torch.empty(num_critics, 1, out_dim))
-        nn.init.uniform_(self.weight, -bound, bound)
-        nn.init.uniform_(self.bias, -bound, bound)
+        for parameter in (self.weight, self.bias):
+            nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
+        if self.weight.shape[-1] == 1:  # one column is slow as a matrix product
+            return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
 
@@ -471,9 +473,9 @@ class WarmupAgent(nn.Module):
             self.skipped_steps += gradient_step(sum(actor_losses.values()), self.actor_optimizer)
 
         # 3 target networks
-        parameters = zip(self.critic_target.parameters(), self.critic.parameters(), strict=True)
-        for slow, fast in parameters:
-            slow.lerp_(fast.detach(), args.tau)
+        with torch.no_grad():
+            slow = list(self.critic_target.parameters())
+            torch._foreach_lerp_(slow, list(self.critic.parameters()), args.tau)
         stats = critic_losses | actor_losses
         stats |= {"q_values": q_values.mean(), "alpha": self.alpha()}
         stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,)
@@ -932,7 +934,7 @@ def main(args: Args) -> dict[str, float]:
         # 6 save between two episodes; the files of stage one come first, since --resume skips them
         if warmup_ends and args.checkpoint_path:
             write_transitions(args.demo_path, offline_rb.rows, env)
-            save_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
+            write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
         if warmup_ends or progress.global_step % args.save_every == 0:
             is_save_due = True
         if is_between_episodes and (is_save_due or is_last or signals.received):
@@ -984,7 +986,7 @@ def status_line(metrics: dict) -> str:
 
 def finish_run(args, run, agent, env):
     """Save the policy, and show it."""
-    save_checkpoint(run.dir / "final_model.pth", **agent.checkpoint())
+    write_checkpoint(run.dir / "final_model.pth", **agent.checkpoint())
     if args.capture_video:
         write_video(run.dir / "policy.gif", agent, env)
     run.finish(
@@ -1159,7 +1161,7 @@ def read_transitions(path) -> list[dict]:
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def to_array(name, value, shape=None) -> np.ndarray:
+def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
@@ -1173,8 +1175,8 @@ def to_array(name, value, shape=None) -> np.ndarray:
     else:
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected uint8 (H,W,channels) or a vector")
-    if shape is not None and value.shape != tuple(shape):
-        raise ValueError(f"{name} has the shape {value.shape}: expected {tuple(shape)}")
+    if shape and value.shape != shape:
+        raise ValueError(f"{name} has the shape {value.shape}: expected {shape}")
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
     return value
@@ -1338,12 +1340,12 @@ def write_video(path, agent, env):
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    """auto is an available accelerator, but the CPU for what is built in: that is small."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -1435,28 +1437,28 @@ STAGE_TWO = dict(  # paths of stage one that are no defaults of --learner
 )
 
 
-def parse_args(argv: list[str] | None = None) -> Args:
+def parse_args() -> Args:
     """With --resume the options of the run are the defaults, with --learner those of the warm-up."""
-    first, _ = tyro.cli(FirstOptions, args=argv, return_unknown_args=True, add_help=False)
-    path = Path(first.run_dir or "") / "args.json"
-    if first.resume and path.exists():
+    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    path = Path(typed.run_dir or "") / "args.json"
+    options = default_options(typed.env_id)
+    saved = {}
+    if typed.resume and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
-    elif first.learner and first.checkpoint_path:
-        saved = read_checkpoint(first.checkpoint_path)["args"] | STAGE_TWO
-    else:
-        saved = default_options(first.env_id)
-    options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    if first.preset:
-        options |= PRESETS[first.preset] | {"preset": first.preset}
-    print("defaults:", options)
-    args = tyro.cli(Args, description=__doc__, args=argv, default=Args(**options))
-    for name, value in options.items():
-        if name != "resume" and getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    elif typed.learner and typed.checkpoint_path:
+        saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
+    options |= {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
+    if typed.preset:
+        options |= PRESETS[typed.preset] | {"preset": typed.preset}
+    print(f"defaults: {options}")
+    args = tyro.cli(Args, description=__doc__, default=Args(**options))
+    for name in saved:
+        if name in options and name != "resume" and getattr(args, name) != options[name]:
+            print(f"changed: --{name.replace('_', '-')} {options[name]} -> {getattr(args, name)}")
     return args
 
 
-def save_checkpoint(path: Path, **state):
+def write_checkpoint(path: Path, **state):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
@@ -1464,7 +1466,7 @@ def save_checkpoint(path: Path, **state):
 
 def save_run(run, agent, offline_rb, online_rb, progress):
     """What --resume needs"""
-    save_checkpoint(
+    write_checkpoint(
         run.dir / "latest.pth",
         agent=agent.checkpoint(),
         offline_rb=offline_rb.state_dict(),

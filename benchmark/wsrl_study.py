@@ -17,6 +17,7 @@ import contextlib
 import csv
 import io
 import json
+import pickle
 import statistics
 import sys
 import tempfile
@@ -59,7 +60,8 @@ PARTS = {  # of the design, each taken away
     "design - all four": PLAIN,  # SAC then SAC at the design's rate
 }
 SWITCH_COLUMNS = ["arm", "seed", "env_steps", "return", "critic_return"]
-SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(online_bc_weight=1.0)}
+BC_WEIGHT = 5.0  # chosen on seed 101
+SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(bc_weight=BC_WEIGHT)}
 
 
 def reach(obs):
@@ -89,10 +91,10 @@ def make_data(task, seed):
         expert, sources, num_rows = wsrl_warmup.swing_up, ("demos",), 200
     options = {}
     for source in sources:
-        path = folder / f"{source}.npz"
+        path = folder / f"{source}.pkl"
         if not path.exists():
             transitions = wsrl_warmup.make_source(env, expert, source, seed, num_rows)
-            wsrl_warmup.write_npz(path, transitions)
+            path.write_bytes(pickle.dumps(transitions))
         option = "offline_data_path" if source == "demos" else f"{source}_data_path"
         options[option] = [str(path)]
     return options
@@ -221,6 +223,13 @@ def tuning_table(task):
     return "\n".join(lines)
 
 
+def push_along(obs):
+    """MountainCarContinuous-v0: push in the direction of motion."""
+    import numpy as np
+
+    return np.where(obs[1:] >= 0, 1.0, -1.0)
+
+
 def switch(arm, seed):
     """MountainCarContinuous from all three sources: the clone's return, and that of the critic's best of 41 actions."""
     import numpy as np
@@ -228,42 +237,45 @@ def switch(arm, seed):
 
     import wsrl_warmup
 
-    grid, judge = torch.linspace(-1, 1, 41)[:, None], wsrl_warmup.evaluate_policy
+    grid = torch.linspace(-1, 1, 41)[:, None]
+    env = wsrl_warmup.make_gym_env("MountainCarContinuous-v0")
 
-    def evaluate(agent, env, episodes):
+    def judge(agent):
         @torch.no_grad()
         def best(obs):
             features = agent.critic.encoder(torch.from_numpy(obs)[None]).expand(len(grid), -1)
             return grid[agent.critic.qf(features, grid).mean(0).argmax()].numpy()
 
-        if agent.updates < 1_500:  # the warm-up is not the question
-            return {"eval/episodic_return": 0.0}
-        plays = [wsrl_warmup.play(env, 10_000 + i, best)[0] for i in range(episodes)]
-        critic_return = float(np.mean([sum(row[2] for row in rows) for rows in plays]))
-        return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
+        returns = []
+        for act in (agent.act, best):
+            plays = [wsrl_warmup.play_episode(env, act, 10_000 + i)[0] for i in range(10)]
+            sums = [sum(transition["rewards"] for transition in play) for play in plays]
+            returns.append(round(float(np.mean(sums)), 1))
+        return returns
 
-    data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
-    options = COMMON | dict(
-        env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random")
-    )
-    options |= dict(batch_size=128, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
-    wsrl_warmup.evaluate_policy = evaluate
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            wsrl_warmup.main(
-                wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data))
-            )
-            rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-    finally:
-        wsrl_warmup.evaluate_policy = judge
-    rows = [row for row in rows if "eval/critic_return" in row]
-    scores = [
-        [round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")]
-        for row in rows
-    ]
-    return [
-        [arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)
-    ]
+    options = wsrl_warmup.default_options(preset="bc") | COMMON | dict(batch_size=128, seed=seed)
+    options |= dict(env_id="MountainCarContinuous-v0", eval_every=10**6, eval_episodes=1)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        for source in wsrl_warmup.SOURCES:
+            transitions = wsrl_warmup.make_source(env, push_along, source, seed)
+            Path(folder, f"{source}.pkl").write_bytes(pickle.dumps(transitions))
+        paths = [f"{source}_data_path" for source in ("offline", "suboptimal", "random")]
+        data = {
+            path: [f"{folder}/{source}.pkl"]
+            for path, source in zip(paths, wsrl_warmup.SOURCES, strict=True)
+        }
+        warm = f"{folder}/warm.pth"
+        stage_one = dict(checkpoint_path=warm, run_dir=f"{folder}/0")
+        wsrl_warmup.main(wsrl_warmup.Args(**options | data | stage_one))
+        found = [[arm, seed, 0, *judge(wsrl_warmup.WarmupAgent.load(warm))]]
+        # an evaluation waits for the end of an episode, so each point is the end of a run
+        for steps in (100, 200, 300):
+            stage_two = dict(checkpoint_path=warm, demo_path=f"{folder}/filtered_demos.pkl")
+            stage_two |= dict(learner=True, online_steps=steps, run_dir=f"{folder}/{steps}")
+            wsrl_warmup.main(wsrl_warmup.Args(**options | stage_two | SWITCH_ARMS[arm]))
+            agent = wsrl_warmup.WarmupAgent.load(f"{folder}/{steps}/final_model.pth")
+            found.append([arm, seed, steps, *judge(agent)])
+    return found
 
 
 def switch_means(arm, name):

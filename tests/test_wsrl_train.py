@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -20,7 +21,7 @@ from conftest import metrics_without_times as rows
 from PIL import Image
 
 import wsrl_warmup
-from wsrl_warmup import PRESETS, Args, default_options, main, parse_args
+from wsrl_warmup import PRESETS, Args, default_options, main
 
 gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
 TINY = dict(warmup_steps=20, online_steps=33, batch_size=8, hidden_size=16, eval_episodes=1)
@@ -120,6 +121,12 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
         change = f"{first:.1f} -> {last['eval/episodic_return']:.1f}"
         assert lines[0].startswith(f"eval/episodic_return {change}, 33 environment steps, ")
         assert str(folder) in lines[1] and "final_model.pth" in lines[2]
+
+
+def parse_args(words):
+    """As the command line does"""
+    with mock.patch.object(sys, "argv", ["wsrl_warmup.py", *words]):
+        return wsrl_warmup.parse_args()
 
 
 # --- two stages ---
@@ -242,7 +249,7 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
 
 
 def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
-    write = wsrl_warmup.save_checkpoint
+    write = wsrl_warmup.write_checkpoint
     for kill_at in (
         3,
         4,
@@ -258,7 +265,7 @@ def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, 
 
         hand = dict(checkpoint_path=f"{folder}/warm.pth", save_every=7)
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(wsrl_warmup, "save_checkpoint", dying)
+            patch.setattr(wsrl_warmup, "write_checkpoint", dying)
             run(folder / "run", data, **hand)
         run(folder / "run", data, **hand, resume=True)
         assert sorted(path.name for path in folder.iterdir()) == [
