@@ -673,30 +673,31 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     offline_slots, offline_importance = offline_rb.sample(num_offline, beta, rng)
     online_slots, online_importance = online_rb.sample(num_online, beta, rng)
     rows = np.concatenate([offline_rb.rows[offline_slots], online_rb.rows[online_slots]])
-    if obs_noise:  # warm-up: overfitting
-        std = obs_noise * agent.critic.encoder.std.cpu().numpy()
-        rows["obs"] += std * rng.standard_normal(rows["obs"].shape)
-        rows["next_obs"] += std * rng.standard_normal(rows["obs"].shape)
-    batch = to_tensors(rows, agent.raw_alpha.device)
-    batch["rewards"] *= args.reward_scale
-    batch["returns"] *= args.reward_scale
-    batch["is_demo"] = torch.arange(args.batch_size, device=agent.raw_alpha.device) < num_offline
-
-    # warm-up: weights; one maximum for both buffers; importance corrects targets: critics only
     importance = np.concatenate([offline_importance, online_importance])
-    importance = torch.from_numpy(importance / importance.max()).float().to(agent.raw_alpha.device)
-    row_weights = batch["weights"]
-    batch["weights"] = normalize_weights(importance)
-    batch["actor_weights"] = torch.ones_like(importance)
-    if args.weighted_loss in ("critic", "both"):
-        batch["weights"] = normalize_weights(importance * row_weights)
+    if obs_noise:  # warm-up: overfitting
+        noise_std = obs_noise * agent.critic.encoder.std.cpu().numpy()
+        for name in ("obs", "next_obs"):
+            rows[name] += noise_std * rng.standard_normal(rows[name].shape)
+
+    # warm-up: weights; importance is divided by one maximum, and corrects the critics only
+    critic_weights = importance / importance.max()
+    if args.weighted_loss != "none":
+        critic_weights = critic_weights * rows["weights"]
+    actor_weights = np.ones(len(rows))
     if args.weighted_loss == "both":
-        batch["actor_weights"] = normalize_weights(row_weights)
+        actor_weights = normalize_weights(rows["weights"])
+    rows["rewards"] *= args.reward_scale
+    rows["returns"] *= args.reward_scale
+    rows["weights"] = normalize_weights(critic_weights)
+    batch = to_tensors(rows, agent.raw_alpha.device)
+    batch["actor_weights"] = torch.as_tensor(actor_weights).to(batch["weights"])
+    batch["is_demo"] = torch.arange(len(rows), device=agent.raw_alpha.device) < num_offline
     return batch, offline_slots, online_slots
 
 
 # --- rollout ---
 EVAL_SEED = 10_000  # of the first evaluation episode
+VIDEO_SEED = 10_006  # of the filmed one, where the pendulum hangs down
 
 
 def is_success(info, terminated, reward) -> bool:
@@ -1184,7 +1185,8 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
-    rows = np.zeros(len(transitions), make_row_dtype(env))
+    row_dtype = make_row_dtype(env)
+    rows = np.zeros(len(transitions), row_dtype)
     for i, transition in enumerate(transitions):
         transition = RATINGS | {"masks": 1.0 - transition["dones"]} | transition
         for name, column in COLUMNS.items():
@@ -1193,13 +1195,12 @@ def to_rows(transitions, env) -> np.ndarray:
                 if not set(env.obs_keys) <= set(value):
                     raise ValueError(f"{name} has {list(value)}: expected {env.obs_keys}")
                 value = np.concatenate([to_array(key, value[key]) for key in env.obs_keys])
-            shape = rows[column].shape[1:]
-            value = to_array(f"{name} of row {i}", value, shape or (1,))
-            rows[column][i] = value.reshape(shape)
+            shape = row_dtype[column].shape or (1,)
+            rows[column][i : i + 1] = to_array(f"{name} of row {i}", value, shape)
     if len(rows) == 0 or rows["masks"].min() < 0 or rows["masks"].max() > 1:
         raise ValueError("there are no transitions, or masks outside [0,1]")
-    own_actions = (rows["actions"] - env.action_center) / env.action_scale
-    rows["actions"] = own_actions.clip(-1, 1)
+    rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
+    rows["actions"] = rows["actions"].clip(-1, 1)
     return rows
 
 
@@ -1311,7 +1312,7 @@ def draw_pendulum(obs):
 
 
 def write_video(path, agent, env):
-    """A GIF of the first evaluation episode, every fourth step"""
+    """A GIF of one evaluation episode, every fourth step"""
     from PIL import Image, ImageDraw
 
     pictures = []
@@ -1324,7 +1325,7 @@ def write_video(path, agent, env):
         return agent.act(obs)
 
     try:
-        transitions, _ = play_episode(env, act_and_film, EVAL_SEED)
+        transitions, _ = play_episode(env, act_and_film, VIDEO_SEED)
     except Exception as error:  # a renderer can raise any type
         print(f"no {path.name}: {env.spec.id} cannot draw itself: {error}")
         return
@@ -1347,6 +1348,9 @@ def pick_device(name: str, built_in: bool) -> torch.device:
         return torch.device("cpu")
     # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+XLABEL = "updates of the warm-up, then environment steps"
 
 
 class Run:
@@ -1393,7 +1397,7 @@ class Run:
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, xlabel="steps", ylabel=ylabel)
+            axis = figure.add_subplot(1, len(panels), i, xlabel=XLABEL, ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
