@@ -200,10 +200,19 @@ class Args:
             raise ValueError(
                 "--retention-ratio 0 needs --initial-offline-ratio 0: no rows are left"
             )
+        if (self.learner or self.demo_path) and not self.checkpoint_path:
+            raise ValueError("--learner and --demo-path need --checkpoint-path")
+        if self.learner and bool(self.demo_path) != bool(self.initial_offline_ratio):
+            raise ValueError("--learner needs --demo-path, except if --initial-offline-ratio is 0")
         if self.checkpoint_path and not self.demo_path and not self.learner:
             self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
+        if self.has_data() and not self.needs_data():
+            raise ValueError("--offline-data-path would not be read: there is no warm-up")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
+
+    def has_data(self) -> bool:
+        return bool(self.offline_data_path or self.suboptimal_data_path or self.random_data_path)
 
     def needs_data(self) -> bool:
         return not self.learner and (self.warmup_steps > 0 or self.retention_ratio > 0)
@@ -463,9 +472,9 @@ class WarmupAgent(nn.Module):
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            if method == "bc":  # warm-up: cloning replaces the actor's loss; the critics learn
+            if method == "bc":  # warm-up: cloning; instead of the losses above, the critics learn
                 actor_losses = {"actor_loss": (batch["actor_weights"] * distance).mean()}
-            elif args.bc_weight:
+            elif args.bc_weight:  # warm-up: cloning
                 num_demo_rows = batch["is_demo"].sum().clamp(min=1)
                 bc_loss = (distance * batch["is_demo"]).sum() / num_demo_rows
                 actor_losses["bc_loss"] = args.bc_weight * bc_loss
@@ -1284,14 +1293,7 @@ def write_transitions(path, rows, env):
 
 def check_paths(args):
     """End with a sentence before anything is written."""
-    has_data = args.offline_data_path or args.suboptimal_data_path or args.random_data_path
-    if (args.learner or args.demo_path) and not args.checkpoint_path:
-        sys.exit("--learner and --demo-path need --checkpoint-path")
-    if args.learner and bool(args.demo_path) != bool(args.initial_offline_ratio):
-        sys.exit("--learner needs --demo-path, except if --initial-offline-ratio is 0")
-    if has_data and not args.needs_data():
-        sys.exit("the offline data would not be read: there is no warm-up")
-    if args.needs_data() and not has_data and args.env_id != BUILT_IN:
+    if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
         sys.exit("the warm-up needs --offline-data-path; --make-data can write such files")
     for path in (args.checkpoint_path, args.demo_path):
         if path and not args.learner and Path(path).exists():
@@ -1452,13 +1454,16 @@ def parse_args() -> Args:
     elif typed.learner and typed.checkpoint_path:
         saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
     options |= {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    if typed.preset:
+    if typed.preset in PRESETS:
         options |= PRESETS[typed.preset] | {"preset": typed.preset}
     print(f"defaults: {options}")
-    args = tyro.cli(Args, description=__doc__, default=Args(**options))
-    for name in saved:
-        if name in options and name != "resume" and getattr(args, name) != options[name]:
-            print(f"changed: --{name.replace('_', '-')} {options[name]} -> {getattr(args, name)}")
+    defaults = Args()
+    for name, value in options.items():  # not checked yet: what is typed may repair them
+        setattr(defaults, name, value)
+    args = tyro.cli(Args, description=__doc__, default=defaults)
+    for name, value in options.items():
+        if saved and name != "resume" and getattr(args, name) != value:
+            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
 
 

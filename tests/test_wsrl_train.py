@@ -514,19 +514,14 @@ def test_names_of_the_design_document():
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(learner=True), "--checkpoint-path"),
-        (dict(demo_path="x.pkl"), "--checkpoint-path"),
-        (dict(learner=True, checkpoint_path="w"), "--demo-path"),
         (dict(env_id="MountainCarContinuous-v0"), "--offline-data-path"),
-        (dict(preset="scratch", offline_data_path=["a.npz"]), "would not be read"),
         (dict(offline_data_path=["absent.npz"]), "absent.npz"),
+        (dict(checkpoint_path=__file__), "overwrites nothing"),
+        (dict(checkpoint_path="w", demo_path=__file__), "overwrites nothing"),
     ],
 )
 def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, words, tmp_path):
-    preset = options.pop("preset", "design")
-    args = Args(
-        **default_options("Pendulum-v1", preset) | options | dict(run_dir=f"{tmp_path}/run")
-    )
+    args = Args(**default_options() | options | dict(run_dir=f"{tmp_path}/run"))
     with pytest.raises(SystemExit, match=words):
         main(args)
     assert list(tmp_path.iterdir()) == []
@@ -541,6 +536,11 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(resume=True),
         dict(gamma=1.5),
         dict(lr=float("nan")),
+        dict(learner=True),
+        dict(demo_path="x.pkl"),
+        dict(learner=True, checkpoint_path="w"),
+        dict(PRESETS["wsrl"], learner=True, checkpoint_path="w", demo_path="x.pkl"),
+        dict(PRESETS["scratch"], offline_data_path=["a.npz"]),
     ],
 )
 def test_values_that_make_no_sense(options):
