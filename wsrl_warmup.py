@@ -1255,7 +1255,8 @@ def load_offline_data(args, env):
     for source, source_episodes in episodes.items():
         returns = [episode["rewards"].sum() for episode in source_episodes]
         mean_returns[source] = float(np.mean(returns))
-        print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
+        if not args.learner:  # which reads single rows
+            print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
     training = sum(episodes.values(), [np.zeros(0, make_row_dtype(env))])
     heldout = [np.zeros(0, make_row_dtype(env))]
     if args.early_stop_patience:  # warm-up: overfitting

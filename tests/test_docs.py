@@ -257,7 +257,7 @@ def walk(page, folder):
         )
         if name:
             (folder / name[1]).write_text(ARM * ("spacemouse" in block) + block)
-        elif "final_model" in block:
+        elif "final_model" in block and language == "python":
             later.append(block)
         elif language == "python":
             exec(block, {})

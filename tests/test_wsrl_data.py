@@ -2,11 +2,15 @@
 
 import os
 import pickle
+import re
+import sys
+import types
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import ROOT
 
 import wsrl_warmup
 from wsrl_warmup import (
@@ -208,6 +212,28 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
 )
 def test_wrong_columns_end_in_one_line(tmp_path, others, words):
     refused(save(tmp_path / "a.npz", walk(**others)), "a.npz", *words)
+
+
+def test_the_minari_recipe_of_the_page(tmp_path, monkeypatch):
+    columns = walk(4)
+    parts = dict(
+        observations=np.vstack([columns["observations"], columns["next_observations"][-1:]]),
+        actions=columns["actions"],
+        rewards=columns["rewards"],
+        terminations=np.array([False, False, False, True]),
+        truncations=np.zeros(4, bool),
+    )
+    episodes = [types.SimpleNamespace(**parts)] * 2
+    data = types.SimpleNamespace(iterate_episodes=lambda: episodes)
+    minari = types.SimpleNamespace(load_dataset=lambda name: {"a/b-v0": data}[name])
+    monkeypatch.setitem(sys.modules, "minari", minari)
+    monkeypatch.setattr(sys, "argv", ["minari_to_npz.py", "a/b-v0", str(tmp_path / "a.npz")])
+    page = (ROOT / "docs" / "wsrl_warmup.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(# minari_to_npz.py\n.*?)```", page, re.S)[1], {})
+    rows = read_source(str(tmp_path / "a.npz"), ENV)
+    assert len(rows) == 8 and (rows["next_obs"][:4] == columns["next_observations"]).all()
+    assert rows["masks"].tolist() == [1, 1, 1, 0] * 2
+    assert [len(episode) for episode in split_episodes(rows)] == [4, 4]
 
 
 def test_a_trajectory_cut_in_two_is_two(tmp_path):
