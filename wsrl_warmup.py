@@ -111,23 +111,21 @@ PRESETS = {  # what differs from the defaults
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds weights, data and sampling; evaluation episodes are always the same
+    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
-    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     exp_name: str | None = None  # name in the place of {script} there
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes of an evaluation
-    capture_video: bool = True  # write policy.gif
+    capture_video: bool = True  # film the policy before and after the online steps, as GIFs
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     preset: Literal[tuple(PRESETS)] = "design"  # defaults of the options below, see the page
-    checkpoint_path: str | None = None  # the warm-up writes its agent there and ends
-    demo_path: str | None = (
-        None  # the warm-up writes its rows there (None: filtered_demos.pkl beside it)
-    )
+    checkpoint_path: str | None = None  # the warm-up writes its agent to this file and ends
+    demo_path: str | None = None  # it writes the rows it kept there (None: filtered_demos.pkl)
     learner: bool = False  # skip the warm-up: read checkpoint_path and demo_path instead
     make_data: str | None = None  # only write demos, suboptimal and random .pkl to this folder
     expert_path: str | None = None  # final_model.pth that plays these demos (None: a script)
@@ -514,7 +512,7 @@ class WarmupAgent(nn.Module):
 
     @torch.no_grad()
     def td_errors(self, batch):
-        """Without training, at the mean action, of rows of a buffer.  -> errors (E,N), targets (N,)"""
+        """Of rows of a buffer, at the mean action, without training.  -> (E,N), targets (N,)"""
         rewards = self.args.reward_scale * batch["rewards"]
         next_mean, _ = self.policy(self.critic.encoder(batch["next_obs"]))
         next_features = self.critic_target.encoder(batch["next_obs"])
@@ -692,7 +690,7 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     critic_weights = importance / importance.max()
     if args.weighted_loss != "none":
         critic_weights = critic_weights * rows["weights"]
-    actor_weights = np.ones(len(rows))
+    actor_weights = np.ones(len(rows), np.float32)
     if args.weighted_loss == "both":
         actor_weights = normalize_weights(rows["weights"])
     rows["rewards"] *= args.reward_scale
@@ -763,9 +761,11 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
 
 
 def heldout_error(agent, progress) -> float:  # warm-up: overfitting
-    """Squared TD error on held-out rows, relative to the variance of the targets: the plain error is
+    """Squared TD error on held-out rows over the variance of the targets: the plain error is
     smallest at the start, while all values are still 0. The best weights are kept."""
-    errors, targets = agent.td_errors(progress.heldout)
+    device = agent.raw_alpha.device
+    batch = {name: column.to(device) for name, column in progress.heldout.items()}
+    errors, targets = agent.td_errors(batch)
     error = float(errors.square().mean() / targets.var().clamp(min=1e-8))
     progress.heldout_errors.append(error)
     if error == min(progress.heldout_errors):
@@ -787,7 +787,7 @@ class Progress:
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     data_returns: dict = field(default_factory=dict)  # mean return of each source
-    heldout: dict = field(default_factory=dict)  # a batch that is not trained on
+    heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     heldout_errors: list[float] = field(default_factory=list)
     best_model: dict | None = None  # weights at the least of these errors
 
@@ -796,7 +796,8 @@ def main(args: Args) -> dict[str, float]:
     if args.make_data:
         return make_data(args)
     if args.exp_name and not args.run_dir:
-        args = replace(args, run_dir=f"runs/{args.exp_name}__{args.seed}__{int(time.time())}")
+        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        args = replace(args, run_dir=f"runs/{name}")
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     env = make_gym_env(args.env_id)
@@ -807,7 +808,7 @@ def main(args: Args) -> dict[str, float]:
     if not is_resumed:  # before there is a run folder: an unusable file leaves nothing behind
         check_paths(args)
         rows, heldout_rows, progress.data_returns = load_offline_data(args, env)
-        progress.heldout = to_tensors(heldout_rows, device)
+        progress.heldout = to_tensors(heldout_rows, "cpu")
     mean, std = obs_statistics(env.observation_space, rows["obs"])
     agent = WarmupAgent(mean, std, env.action_scale, device, args)
     if args.learner and not is_resumed:
@@ -1259,9 +1260,11 @@ def load_offline_data(args, env):
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
     training = sum(episodes.values(), [np.zeros(0, make_row_dtype(env))])
     heldout = [np.zeros(0, make_row_dtype(env))]
-    if args.early_stop_patience:  # warm-up: overfitting
-        heldout += training[10::10]
+    if args.early_stop_patience and args.warmup_steps and not args.learner:
+        heldout += training[10::10]  # warm-up: overfitting
         del training[10::10]
+        if len(heldout) == 1:
+            sys.exit("--early-stop-patience needs ten episodes or more")
     return np.concatenate(training), np.concatenate(heldout), mean_returns
 
 
@@ -1445,7 +1448,7 @@ STAGE_TWO = dict(  # paths of stage one that are no defaults of --learner
 
 
 def parse_args() -> Args:
-    """With --resume the options of the run are the defaults, with --learner those of the warm-up."""
+    """The defaults: with --resume those of the run, with --learner those of the warm-up."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     path = Path(typed.run_dir or "") / "args.json"
     options = default_options(typed.env_id)
@@ -1499,6 +1502,9 @@ def load_run(run, agent, online_rb):
     lines = [json.dumps(row) + "\n" for row in run.rows]
     (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     progress = Progress(**state["progress"])
+    for losses in progress.losses:
+        for name in losses:
+            losses[name] = losses[name].to(agent.raw_alpha.device)
     print(f"resuming after step {progress.global_step}")
     return progress, offline_rb
 

@@ -283,6 +283,14 @@ def test_every_tenth_episode_is_held_out(monkeypatch):
     assert not any(tuple(row["obs"]) in starts for row in heldout)
 
 
+def test_early_stopping_needs_episodes_to_hold_out(tmp_path):
+    path = save(tmp_path / "a.npz", walk(dones=LAST))
+    with pytest.raises(SystemExit, match="ten episodes"):
+        load(path, early_stop_patience=1)
+    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0)
+    assert (len(rows), len(heldout)) == (6, 0)
+
+
 def test_make_data_writes_each_source_once(tmp_path, monkeypatch):
     monkeypatch.setattr(make_source, "__defaults__", (200,))
     args = Args(make_data=str(tmp_path / "data"))

@@ -131,7 +131,13 @@ def parse_args(words):
 
 # --- two stages ---
 @pytest.mark.parametrize(
-    "own", [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", bc_weight=1.0)]
+    "own",
+    [
+        {},
+        dict(preset="wsrl", warmup_rollout_steps=5),
+        dict(preset="bc", bc_weight=1.0),
+        dict(early_stop_patience=99, obs_noise=0.1),
+    ],
 )
 def test_two_commands_are_one_run(own, tmp_path, data):
     """The second reads the agent and the rows that the first kept, and overwrites neither."""
