@@ -1172,22 +1172,16 @@ def read_transitions(path) -> list[dict]:
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
-    """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
+def to_vector(name, value) -> np.ndarray:
+    """A number or an array becomes a float32 vector. A leading axis of 1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
     value = np.atleast_1d(value)
-    if value.ndim in (2, 4) and len(value) == 1:
+    if value.ndim == 2 and len(value) == 1:
         value = value[0]
-    if value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape):
-        value = value.copy()  # an environment may draw its next image into the same array
-    elif value.ndim == 1:
-        value = value.astype(np.float32)
-    else:
-        found = f"{value.dtype} {value.shape}"
-        raise ValueError(f"{name} is {found}: expected uint8 (H,W,channels) or a vector")
-    if shape and value.shape != shape:
-        raise ValueError(f"{name} has the shape {value.shape}: expected {shape}")
+    if value.ndim != 1 or value.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is {value.dtype} {value.shape}: expected a vector")
+    value = value.astype(np.float32)
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
     return value
@@ -1195,8 +1189,7 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
-    row_dtype = make_row_dtype(env)
-    rows = np.zeros(len(transitions), row_dtype)
+    rows = np.zeros(len(transitions), make_row_dtype(env))
     for i, transition in enumerate(transitions):
         transition = RATINGS | {"masks": 1.0 - transition["dones"]} | transition
         for name, column in COLUMNS.items():
@@ -1204,9 +1197,12 @@ def to_rows(transitions, env) -> np.ndarray:
             if isinstance(value, dict):
                 if not set(env.obs_keys) <= set(value):
                     raise ValueError(f"{name} has {list(value)}: expected {env.obs_keys}")
-                value = np.concatenate([to_array(key, value[key]) for key in env.obs_keys])
-            shape = row_dtype[column].shape or (1,)
-            rows[column][i : i + 1] = to_array(f"{name} of row {i}", value, shape)
+                value = np.concatenate([to_vector(key, value[key]) for key in env.obs_keys])
+            value = to_vector(f"{name} of row {i}", value)
+            expected = rows[column][i].size
+            if len(value) != expected:
+                raise ValueError(f"{name} of row {i}: {len(value)} numbers, expected {expected}")
+            rows[column][i : i + 1] = value
     if len(rows) == 0 or rows["masks"].min() < 0 or rows["masks"].max() > 1:
         raise ValueError("there are no transitions, or masks outside [0,1]")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
@@ -1337,11 +1333,10 @@ def write_video(path, agent, env):
         return
     episodic_return = sum(transition["rewards"] for transition in transitions)
     frames = []
-    for step, picture in enumerate(pictures):
-        if step % 4 == 0:
-            caption = f"step {step}, return of the episode {episodic_return:.1f}"
-            ImageDraw.Draw(picture).text((8, 4), caption, "black", font_size=18)
-            frames.append(picture.quantize(64, Image.Quantize.FASTOCTREE))
+    for picture in pictures[::4]:
+        caption = f"return of this episode: {episodic_return:.1f}"
+        ImageDraw.Draw(picture).text((8, 4), caption, "black", font_size=18)
+        frames.append(picture.quantize(64, Image.Quantize.FASTOCTREE))
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=80, loop=0)
 
 
