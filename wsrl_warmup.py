@@ -1181,10 +1181,7 @@ def to_vector(name, value) -> np.ndarray:
         value = value[0]
     if value.ndim != 1 or value.dtype.kind not in "biuf":
         raise ValueError(f"{name} is {value.dtype} {value.shape}: expected a vector")
-    value = value.astype(np.float32)
-    if not np.isfinite(value).all():
-        raise ValueError(f"{name} is not finite in float32")
-    return value
+    return value.astype(np.float32)
 
 
 def to_rows(transitions, env) -> np.ndarray:
@@ -1198,10 +1195,12 @@ def to_rows(transitions, env) -> np.ndarray:
                 if not set(env.obs_keys) <= set(value):
                     raise ValueError(f"{name} has {list(value)}: expected {env.obs_keys}")
                 value = np.concatenate([to_vector(key, value[key]) for key in env.obs_keys])
-            value = to_vector(f"{name} of row {i}", value)
+            value = to_vector(name, value)
             expected = rows[column][i].size
-            if len(value) != expected:
-                raise ValueError(f"{name} of row {i}: {len(value)} numbers, expected {expected}")
+            if len(value) != expected or not np.isfinite(value).all():
+                raise ValueError(
+                    f"{name} of row {i} is {value}: expected {expected} finite numbers"
+                )
             rows[column][i : i + 1] = value
     if len(rows) == 0 or rows["masks"].min() < 0 or rows["masks"].max() > 1:
         raise ValueError("there are no transitions, or masks outside [0,1]")

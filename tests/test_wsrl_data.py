@@ -205,7 +205,7 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
         (dict(actions=np.zeros((6, 2))), ["actions of row 0", "expected 1"]),
         (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
-        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions of row 0"]),
+        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions is <U1"]),
         (dict(rewards=np.zeros(5)), ["ValueError"]),
         ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
     ],
