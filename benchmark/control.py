@@ -479,8 +479,9 @@ def main():
         print(
             f"\n{table(task, curves, tuning)}\n\ntrials, seed {TUNING_SEED}\n\n{grid_table(task, tuning)}"
         )
-    print(f"\nwhat SB3 does otherwise\n\n{why_table(curves, tuning)}")
-    draw(tasks, curves, tuning, HERE.parent / "docs" / "control.png")
+    if tasks:
+        print(f"\nwhat SB3 does otherwise\n\n{why_table(curves, tuning)}")
+        draw(tasks, curves, tuning, HERE.parent / "docs" / "control.png")
 
 
 if __name__ == "__main__":

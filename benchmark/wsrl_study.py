@@ -298,52 +298,53 @@ def switch_table():
     return "\n".join(lines)
 
 
+def is_complete(task, arms):
+    """All seeds of all arms have been run."""
+    return all(len(of(task, arm)) == len(SEEDS) for arm in arms)
+
+
 def plot(path):
+    """A panel per task, and one for the switch"""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    axes = figure.subplots(2, 2).flatten()
-    for axis, task in zip(axes, TASKS, strict=False):
+    tasks = [task for task in TASKS if is_complete(task, ARMS)]
+    num_panels = len(tasks) + SWITCH.exists()
+    figure = Figure(figsize=(6.2 * num_panels, 4.4), layout="constrained")
+    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    for axis, task in zip(axes, tasks, strict=False):
         for i, arm in enumerate(ARMS):
-            if mine := of(task, arm):
-                means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
-                width = 2.8 if arm == "design" else 1.3
-                axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
-        axis.axhline(
-            EXPERT[task], color="gray", linewidth=0.8, linestyle="--", label="expert's level"
-        )
-        ticks = (
-            [-60, -40, -20, -10, -7, -5]
-            if task == "Reacher"
-            else [-1500, -1000, -500, -300, -200, -150, -120]
-        )
+            mine = of(task, arm)
+            means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
+            width = 2.8 if arm == "design" else 1.3
+            axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
+        level = dict(color="gray", linewidth=0.8, linestyle="--", label="expert's level")
+        axis.axhline(EXPERT[task], **level)
+        ticks = [-1500, -1000, -500, -300, -200, -150, -120]
+        if task == "Reacher":
+            ticks = [-60, -40, -20, -10, -7, -5]
         axis.set_yscale("symlog", linthresh=-ticks[-1])
         axis.set_ylim(1.15 * ticks[0], 0.8 * ticks[-1])
         axis.set_yticks(ticks, [str(tick) for tick in ticks])
         name = "Reacher-v5, no demos" if task == "Reacher" else f"Pendulum-v1, {task}"
         axis.set(title=name, xlabel="online environment steps after the warm-up")
-        axis.set_ylabel("return of the frozen policy, mean of the seeds")
-        axis.legend(fontsize=7)
-    for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
-        for name, style, what in (
-            ("return", ".-", "policy"),
-            ("critic_return", ".:", "critic's best action"),
-        ):
-            axes[3].plot(
-                (0, 100, 200, 300),
-                switch_means(arm, name)[0],
-                style,
-                color=color,
-                label=f"{arm}: {what}",
-            )
-    axes[3].set(
-        title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds"
-    )
-    axes[3].set_xlabel("online environment steps after the warm-up")
-    axes[3].legend(fontsize=7, loc="center left")
+        axis.set_ylabel("return of the frozen policy, mean of five seeds")
+        axis.legend(fontsize=8)
+    if SWITCH.exists():
+        for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
+            for name, style, what in (
+                ("return", ".-", "policy"),
+                ("critic_return", ".:", "critic's best action"),
+            ):
+                means = switch_means(arm, name)[0]
+                axes[-1].plot((0, 100, 200, 300), means, style, color=color, label=f"{arm}: {what}")
+        axes[-1].set(title="MountainCarContinuous-v0, a clone goes online")
+        axes[-1].set(xlabel="online environment steps after the warm-up")
+        axes[-1].set_ylabel("return, mean of five seeds")
+        axes[-1].legend(fontsize=8, loc="center left")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=90)
+    if num_panels:
+        figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
@@ -388,9 +389,13 @@ if __name__ == "__main__":
             f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True
         )
     for task in TASKS:
-        print(f"\n{task}\n{table(task)}")
+        if is_complete(task, ARMS):
+            print(f"\n{task}\n{table(task)}")
     for task in ("no demos", "Reacher"):
-        print(f"\nParts of the design, {task}\n{table(task, PARTS)}")
-    print(f"\n{switch_table()}\n\nTuning")
-    print(tuning_table("no demos"), tuning_table("Reacher"), sep="\n\n")
+        if is_complete(task, PARTS):
+            print(f"\nParts of the design, {task}\n{table(task, PARTS)}")
+        if all(tuned(task, arm) for arm in ARMS):
+            print(f"\nTuning, {task}\n{tuning_table(task)}")
+    if SWITCH.exists():
+        print(f"\n{switch_table()}")
     plot(HERE.parent / "docs" / "wsrl_study.png")
