@@ -376,7 +376,7 @@ class WarmupAgent(nn.Module):
     actions                    (N,A)  in [-1,1]
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: to go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
-    is_demo                    (N,)   True on offline rows
+    is_demo                    (N,)   True on offline rows, which --bc-weight clones
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -470,7 +470,7 @@ class WarmupAgent(nn.Module):
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            if method == "bc":  # warm-up: cloning; instead of the losses above, the critics learn
+            if method == "bc":  # warm-up: cloning; it replaces both losses of the actor
                 actor_losses = {"actor_loss": (batch["actor_weights"] * distance).mean()}
             elif args.bc_weight:  # warm-up: cloning
                 num_demo_rows = batch["is_demo"].sum().clamp(min=1)
@@ -725,7 +725,7 @@ def play_episode(env, act, seed):
         is_over = terminated or truncated
         transition = dict(
             observations=obs,
-            actions=own_units(env, action),
+            actions=env_units(env, action),
             next_observations=next_obs,
             rewards=float(reward),
             masks=float(not terminated),
@@ -839,7 +839,7 @@ def main(args: Args) -> dict[str, float]:
     bar = tqdm(total=last_step, initial=progress.global_step, disable=None, file=sys.stdout)
     while progress.global_step < last_step:
         # 1 online: one environment step
-        env_steps = progress.global_step + 1 - args.warmup_steps
+        env_steps = progress.global_step + 1 - args.warmup_steps  # 0 or less: offline
         is_online = env_steps > 0
         if env_steps == 1 and args.capture_video:
             write_video(run.dir / "policy_before.gif", agent, env)
@@ -895,7 +895,7 @@ def main(args: Args) -> dict[str, float]:
             progress.losses.append(stats)
             progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
 
-        # 3 the warm-up ends, by early stopping or after warmup_steps: keep the best offline rows
+        # 3 the warm-up ends early or after warmup_steps: keep the best offline rows
         row = {}
         check_every = max(1, args.warmup_steps // 20)
         if args.early_stop_patience and not is_online and progress.global_step % check_every == 0:
@@ -905,7 +905,8 @@ def main(args: Args) -> dict[str, float]:
                 progress.global_step = args.warmup_steps
         warmup_ends = progress.global_step == args.warmup_steps
         if warmup_ends:
-            agent.load_state_dict(progress.best_model or agent.state_dict())
+            if progress.best_model:
+                agent.load_state_dict(progress.best_model)
             offline_rb = filter_offline_data(
                 offline_rb, args.retention_ratio, args.retention_by, agent
             )
@@ -942,7 +943,7 @@ def main(args: Args) -> dict[str, float]:
                 print(f"[{progress.global_step}/{last_step}] {status}", flush=True)
         bar.update(progress.global_step - bar.n)
 
-        # 6 save between two episodes; the files of stage one come first, since --resume skips them
+        # 6 save between two episodes; first the files of stage one, which --resume would not write
         if warmup_ends and args.checkpoint_path:
             write_transitions(args.demo_path, offline_rb.rows, env)
             write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
@@ -1021,7 +1022,7 @@ def finish_run(args, run, agent, env):
 
 # --- task: environments ---
 def make_gym_env(env_id):
-    """Observations become float32 vectors, actions are in [-1,1]."""
+    """A Gymnasium environment with float32 vectors as observations and actions in [-1,1]"""
     env = gym.make(env_id)
     if "rgb_array" in env.metadata.get("render_modes", []):
         env = gym.make(env_id, render_mode="rgb_array")
@@ -1053,7 +1054,8 @@ def make_row_dtype(env) -> np.dtype:
     return np.dtype(columns + [(name, "f4") for name in scalars])
 
 
-def own_units(env, actions) -> np.ndarray:
+def env_units(env, actions) -> np.ndarray:
+    """Actions in [-1,1] become those of the environment."""
     return (env.action_center + env.action_scale * actions).astype(np.float32)
 
 
@@ -1285,7 +1287,7 @@ def write_transitions(path, rows, env):
     transitions = []
     for row in rows:
         transition = {name: row[column] for name, column in COLUMNS.items()}
-        transition["actions"] = own_units(env, row["actions"])
+        transition["actions"] = env_units(env, row["actions"])
         transitions.append(transition)
     Path(path).write_bytes(pickle.dumps(transitions))
 

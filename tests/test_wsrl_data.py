@@ -20,7 +20,7 @@ from wsrl_warmup import (
     make_gym_env,
     make_row_dtype,
     make_source,
-    own_units,
+    env_units,
     read_source,
     return_to_go,
     split_episodes,
@@ -317,6 +317,6 @@ def test_what_the_warm_up_writes_is_what_it_kept(tmp_path):
     write_transitions(tmp_path / "kept.pkl", rows, ENV)
     written = pickle.loads((tmp_path / "kept.pkl").read_bytes())
     assert [float(row["actions"][0]) for row in written] == [-1.0, 0.5, 2.0]
-    assert (own_units(ENV, rows["actions"])[:, 0] == [-1.0, 0.5, 2.0]).all()
+    assert (env_units(ENV, rows["actions"])[:, 0] == [-1.0, 0.5, 2.0]).all()
     args = Args(learner=True, checkpoint_path="warm", demo_path=str(tmp_path / "kept.pkl"))
     assert (load_offline_data(args, ENV)[0] == rows).all()
