@@ -16,11 +16,11 @@ import wsrl_warmup
 from wsrl_warmup import (
     Args,
     compute_data_quality,
+    env_units,
     load_offline_data,
     make_gym_env,
     make_row_dtype,
     make_source,
-    env_units,
     read_source,
     return_to_go,
     split_episodes,
