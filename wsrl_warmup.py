@@ -40,7 +40,6 @@ import pickle
 import pickletools
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -111,7 +110,7 @@ PRESETS = {  # what differs from the defaults
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -1515,15 +1514,16 @@ def read_checkpoint(path) -> dict:
 
 
 class Signals:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
+    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
 
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python handles signals in the main thread only
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
+        except ValueError:
+            pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
         self.received = True
