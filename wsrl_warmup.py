@@ -1403,7 +1403,7 @@ class Run:
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
                 values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                window = 5 if name.startswith("charts/") else 1  # single episodes are noisy
                 recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
                 axis.plot(steps, values, ".", color=color, alpha=0.3)
                 axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
