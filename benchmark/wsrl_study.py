@@ -309,6 +309,8 @@ def plot(path):
 
     tasks = [task for task in TASKS if is_complete(task, ARMS)]
     num_panels = len(tasks) + SWITCH.exists()
+    if num_panels == 0:
+        return
     figure = Figure(figsize=(6.2 * num_panels, 4.4), layout="constrained")
     axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
     for axis, task in zip(axes, tasks, strict=False):
@@ -343,8 +345,7 @@ def plot(path):
         axes[-1].legend(fontsize=8, loc="center left")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
-    if num_panels:
-        figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
