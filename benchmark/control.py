@@ -26,6 +26,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -127,6 +128,15 @@ class Finished(Exception):
     pass
 
 
+class NoSignals:
+    """A signal ends the study, not a run."""
+
+    received = False
+
+    def release(self):
+        pass
+
+
 def run_ours(
     arm, task, seed, steps, rate=1e-3, updates=1, batch=256, starts=None, width=64, **more
 ):
@@ -136,40 +146,46 @@ def run_ours(
 
     preset, _, data = arm.partition(", ")
     data = data or {"Pendulum-v1": "no demos", "Reacher-v5": "Reacher"}[task]
-    folder = HERE.parent / "runs" / "wsrl_data" / data.replace(" ", "_") / str(seed)
-    wsrl_study.make_data(folder, data, seed)
-    options = (
-        dict(preset=preset, env_id=task, data_dir=str(folder), seed=seed, device="cpu")
-        | wsrl_study.TASKS[data]
-    )
-    options |= dict(lr=rate, batch_size=batch, hidden_size=width, num_critics=2, utd_ratio=updates)
-    options |= (
-        dict(online_steps=steps, eval_every=EVERY, log_interval=EVERY, save_every=10**6) | more
-    )
-    offline = (starts or OFFLINE_STEPS) if preset == "design" else 0
-    options |= dict(offline_steps=offline) if preset == "design" else dict(learning_starts=starts)
-    clock, calls = Clock(task), []
+    options = dict(preset=preset, num_critics=2, utd_ratio=updates, batch_size=batch)
+    options |= dict(hidden_size=width, online_steps=steps, eval_every=10**6)
+    options["warmup_steps"] = (starts or OFFLINE_STEPS) if preset == "design" else 0
+    if starts and preset != "design":
+        options["warmup_rollout_steps"] = starts
+    constants = {"backup_entropy": more.pop("backup_entropy", False)}  # not an option
+    clock = Clock(task)
+    explore = wsrl_warmup.explore
 
-    def evaluate(agent, env, episodes):
-        calls.append(0)
-        scale, center = env.scale, env.center
-        at = EVERY * (len(calls) - 1) - offline
-        if len(calls) == 1:  # until here it read data and made networks
-            clock.since = time.process_time()
-        if clock.evaluate(max(0, at), lambda obs: center + scale * agent.act(obs)):
+    steps_done = [0]
+
+    def judge_now(agent, env_steps):
+        env = wsrl_warmup.make_gym_env(task)
+        scale, center = env.action_scale, env.action_center
+        if clock.evaluate(env_steps, lambda obs: center + scale * agent.act(obs)):
             raise Finished
+
+    def evaluate(agent, env, episodes):  # at the start, where the warm-up ends, and at the end
+        if agent.updates == 0:  # until here it read data and made networks
+            clock.since = time.process_time()
+        judge_now(agent, steps_done[0])
         return {"eval/episodic_return": clock.curve[-1][2]}
 
-    before = wsrl_warmup.evaluate_policy, wsrl_warmup.catch_signals
-    wsrl_warmup.evaluate_policy, wsrl_warmup.catch_signals = (
-        evaluate,
-        list,
-    )  # a signal ends the study, not a run
-    try:
-        with tempfile.TemporaryDirectory() as target, contextlib.suppress(Finished):
-            wsrl_warmup.main(wsrl_warmup.Args(**options, run_dir=f"{target}/run"))
-    finally:
-        wsrl_warmup.evaluate_policy, wsrl_warmup.catch_signals = before
+    def explore_and_judge(agent, obs, env_steps, rng):
+        """The libraries are judged in the middle of an episode, too."""
+        steps_done[0] = env_steps
+        if env_steps > 1 and (env_steps - 1) % EVERY == 0:
+            judge_now(agent, env_steps - 1)
+        return explore(agent, obs, env_steps, rng)
+
+    changes = dict(evaluate_policy=evaluate, explore=explore_and_judge, Signals=NoSignals)
+    with contextlib.ExitStack() as stack:
+        target = stack.enter_context(tempfile.TemporaryDirectory())
+        for name, new in changes.items():
+            stack.enter_context(mock.patch.object(wsrl_warmup, name, new))
+        for name, value in constants.items():
+            stack.enter_context(mock.patch.object(wsrl_warmup.Args, name, value))
+        args = wsrl_study.make_args(data, options | more, seed, rate, f"{target}/run")
+        with contextlib.suppress(Finished):
+            wsrl_warmup.main(args)
     return clock.curve, 0.0
 
 
@@ -463,8 +479,9 @@ def main():
         print(
             f"\n{table(task, curves, tuning)}\n\ntrials, seed {TUNING_SEED}\n\n{grid_table(task, tuning)}"
         )
-    print(f"\nwhat SB3 does otherwise\n\n{why_table(curves, tuning)}")
-    draw(tasks, curves, tuning, HERE.parent / "docs" / "control.png")
+    if tasks:
+        print(f"\nwhat SB3 does otherwise\n\n{why_table(curves, tuning)}")
+        draw(tasks, curves, tuning, HERE.parent / "docs" / "control.png")
 
 
 if __name__ == "__main__":

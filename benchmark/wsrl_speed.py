@@ -17,7 +17,14 @@ import torch
 from gymnasium.spaces import Box
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from wsrl_warmup import Args, PrioritizedReplayBuffer, WarmupAgent, row_dtype, sample_mixed
+from wsrl_warmup import (
+    Args,
+    PrioritizedReplayBuffer,
+    WarmupAgent,
+    default_options,
+    make_row_dtype,
+    sample_mixed,
+)
 
 
 def median_ms(work, rounds):
@@ -29,36 +36,38 @@ def median_ms(work, rounds):
     return round(float(np.median(times[2:])), 2)  # the first two warm up
 
 
-def dtype(obs_dim, action_dim):
+def make_buffer(rows, obs_dim, action_dim, alpha):
     spaces = dict(observation_space=Box(-1, 1, (obs_dim,)), action_space=Box(-1, 1, (action_dim,)))
-    return row_dtype(types.SimpleNamespace(**spaces))
+    buffer = PrioritizedReplayBuffer(rows, make_row_dtype(types.SimpleNamespace(**spaces)), alpha)
+    new_rows = np.zeros(rows, buffer.rows.dtype)
+    new_rows["obs"] = np.random.default_rng(0).normal(size=(rows, obs_dim))
+    new_rows["weights"] = new_rows["masks"] = 1
+    buffer.extend(new_rows)
+    return buffer
 
 
 def draw(size):
-    rb = PrioritizedReplayBuffer(size, dtype(1, 1), rows=np.zeros(size, dtype(1, 1)))
+    buffer = make_buffer(size, 1, 1, 0.6)
 
     def work(rng):
-        inds, _ = rb.sample(256, 0.4, rng)
-        rb.update_priorities(inds, rng.normal(size=256))
+        slots, _ = buffer.sample(256, 0.4, rng)
+        buffer.update_priorities(slots, rng.normal(size=256))
 
     return work
 
 
 def update(preset):
-    args = Args(preset=preset, hidden_size=256, device="cpu")
-    rows = np.zeros(10_000, dtype(17, 6))
-    rows["obs"], rows["weights"], rows["masks"] = (
-        np.random.default_rng(0).normal(size=(10_000, 17)),
-        1,
-        1,
-    )
+    args = Args(**default_options("Own-v0", preset))
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
-    agent = WarmupAgent(args, np.ones(6), np.zeros(17), np.ones(17))
-    rb = PrioritizedReplayBuffer(10_000, rows.dtype, alpha, rows)
+    agent = WarmupAgent(np.zeros(17), np.ones(17), np.ones(6), args=args)
+    buffer = make_buffer(10_000, 17, 6, alpha)
+    empty = PrioritizedReplayBuffer(0, buffer.rows.dtype, alpha)
 
     def work(rng):
-        batch, ((_, inds, place),) = sample_mixed(args, (rb, None), (256, 0), 0.4, rng, "cpu")
-        rb.update_priorities(inds, agent.update(batch)["td_errors"].numpy()[place])
+        batch, slots, _ = sample_mixed(agent, buffer, empty, 1.0, 0.4)
+        stats = agent.update(batch, method=args.offline_objective)
+        if args.use_prioritized_replay:
+            buffer.update_priorities(slots, stats["td_errors"].numpy())
 
     return work
 

@@ -17,6 +17,7 @@ import contextlib
 import csv
 import io
 import json
+import pickle
 import statistics
 import sys
 import tempfile
@@ -26,30 +27,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 PATH, TUNING, SWITCH = (HERE / f"wsrl_{name}.csv" for name in ("study", "tuning", "switch"))
-COLUMNS = [
-    "task",
-    "arm",
-    "seed",
-    "env_steps",
-    "return",
-    "data_return",
-    "kept_bytes",
-    "cpu_seconds",
-    "lr",
-]
+COLUMNS = "task arm seed env_steps return data_return cpu_seconds lr".split()
 SEEDS, TUNING_SEEDS, GRID = (1, 2, 3, 4, 5), (101,), (3e-4, 1e-3, 3e-3)
-COMMON = dict(
-    env_id="Pendulum-v1", device="cpu", offline_steps=1_500, online_steps=2_000, eval_every=250
-)
-TASKS = {
-    "no demos": dict(sources=("suboptimal", "random")),  # 20 episodes of each
-    "one demo": dict(sources=("demos",), data_size=200),  # one episode, nothing else
-    # 80 episodes of each; its rewards are small as they are
-    "Reacher": dict(env_id="Reacher-v5", sources=("suboptimal", "random"), reward_scale=1.0),
-}
+COMMON = dict(warmup_steps=1_500, online_steps=2_000, eval_every=200, device="cpu")
+COMMON |= dict(capture_video=False, save_every=10**6)
+ENV_IDS = {"no demos": "Pendulum-v1", "one demo": "Pendulum-v1", "Reacher": "Reacher-v5"}
+# Reacher: rewards are small as they are; all other options are those of the built-in task
+TASKS = {"no demos": {}, "one demo": {}, "Reacher": dict(reward_scale=1.0)}
 # two evaluations in a row must reach this; the scripts have -110 on these episodes and -5.8
 EXPERT = {"no demos": -130.0, "one demo": -130.0, "Reacher": -7.0}
-SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates a step
+SAME = dict(num_critics=2, utd_ratio=1)  # the papers: ten critics, 4 and 20 updates per step
 PLAIN = dict(
     use_prioritized_replay=False,
     weighted_loss="none",
@@ -57,10 +44,10 @@ PLAIN = dict(
     initial_offline_ratio=0.5,
 )
 ARMS = {
-    "scratch": dict(preset="scratch", offline_steps=0),
-    "rlpd": dict(preset="rlpd", offline_steps=0) | SAME,
+    "scratch": dict(preset="scratch", warmup_steps=0),
+    "rlpd": dict(preset="rlpd", warmup_steps=0) | SAME,
     # the paper's 5000 frozen steps are longer than these runs
-    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500, online_steps=1_500) | SAME,
+    "wsrl": dict(preset="wsrl", warmup_rollout_steps=500) | SAME,
     "bc then SAC": dict(preset="bc"),
     "SAC then SAC": PLAIN,  # the design without any of its four parts
     "design": {},
@@ -73,7 +60,8 @@ PARTS = {  # of the design, each taken away
     "design - all four": PLAIN,  # SAC then SAC at the design's rate
 }
 SWITCH_COLUMNS = ["arm", "seed", "env_steps", "return", "critic_return"]
-SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(online_bc_weight=1.0)}
+BC_WEIGHT = 5.0  # the first value that was tried, on seed 101
+SWITCH_ARMS = {"bc then SAC": {}, "bc then SAC, clone kept": dict(bc_weight=BC_WEIGHT)}
 
 
 def reach(obs):
@@ -89,50 +77,61 @@ def reach(obs):
     return np.clip(-20 * np.array(torque) - 0.05 * np.array(speed), -1, 1)
 
 
-def make_data(folder, task, seed):
-    """Reacher's sources, since the script does not know it; those of the other tasks it makes itself."""
-    import numpy as np
-
+def make_data(task, seed):
+    """Data files of a task, the same for all arms.  -> options that name them"""
     import wsrl_warmup
 
-    for i, name in enumerate(TASKS[task]["sources"]) if task == "Reacher" else ():
-        if not (folder / f"{name}.npz").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            env, rng = wsrl_warmup.make_env("Reacher-v5"), np.random.default_rng([seed, i])
-            np.savez(
-                folder / f"{name}.npz", **wsrl_warmup.make_source(env, reach, name, 4_000, rng)
-            )
+    if task == "no demos":
+        return {}  # the built-in task makes them itself
+    folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_") / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    env = wsrl_warmup.make_gym_env(ENV_IDS[task])
+    expert, sources, num_rows = reach, ("suboptimal", "random"), 4_000
+    if task == "one demo":
+        expert, sources, num_rows = wsrl_warmup.swing_up, ("demos",), 200
+    options = {}
+    for source in sources:
+        path = folder / f"{source}.pkl"
+        if not path.exists():
+            transitions = wsrl_warmup.make_source(env, expert, source, seed, num_rows)
+            path.write_bytes(pickle.dumps(transitions))
+        option = "offline_data_path" if source == "demos" else f"{source}_data_path"
+        options[option] = [str(path)]
+    return options
+
+
+def make_args(task, arm_options, seed, lr, run_dir):
+    """The options of a run, as the command line would complete them"""
+    import wsrl_warmup
+
+    preset = arm_options.get("preset", "design")
+    options = wsrl_warmup.default_options(preset=preset) | COMMON | TASKS[task]
+    options |= dict(env_id=ENV_IDS[task], seed=seed, lr=lr, run_dir=run_dir) | arm_options
+    if options["warmup_steps"] or options["retention_ratio"]:
+        options |= make_data(task, seed)
+    return wsrl_warmup.Args(**options)
 
 
 def run(task, arm, seed, lr):
     """One training run -> rows for the CSV."""
     import wsrl_warmup
 
-    folder = HERE.parent / "runs" / "wsrl_data" / task.replace(" ", "_")
-    make_data(folder / str(seed), task, seed)
-    options = COMMON | TASKS[task] | dict(seed=seed, data_dir=str(folder / str(seed)), lr=lr)
-    start = (
-        time.process_time()
-    )  # CPU seconds of this process: other load on the machine must not count
+    start = time.process_time()  # other load on the machine must not count
     with tempfile.TemporaryDirectory() as target, contextlib.redirect_stdout(io.StringIO()) as out:
-        options |= (ARMS | PARTS)[arm] | dict(run_dir=f"{target}/run")
-        wsrl_warmup.main(wsrl_warmup.Args(**options))
-        rows = [json.loads(line) for line in open(f"{target}/run/metrics.jsonl")]
-    lines = [line for line in out.getvalue().splitlines() if "episodes, return" in line]
+        args = make_args(task, (ARMS | PARTS)[arm], seed, lr, f"{target}/run")
+        wsrl_warmup.main(args)
+        rows = [json.loads(line) for line in open(f"{target}/run/metrics.jsonl", encoding="utf-8")]
+    lines = [line for line in out.getvalue().splitlines() if "mean return" in line]
     best = max((float(line.split("return ")[1]) for line in lines), default=float("nan"))
     seconds = round(time.process_time() - start, 1)
     rows = [row for row in rows if "eval/episodic_return" in row]
     if rows[-1]["charts/env_steps"] < 2_000:
         sys.exit("the run was stopped")  # it is not a result
-    first = max(
-        i for i, row in enumerate(rows) if row["charts/env_steps"] == 0
-    )  # the policy that goes online
+    first = max(i for i, row in enumerate(rows) if row["charts/env_steps"] == 0)
     found = []
-    for row in rows[first:]:
+    for row in rows[first:]:  # from the policy that goes online
         point = (row["charts/env_steps"], round(row["eval/episodic_return"], 2))
-        found.append(
-            [task, arm, seed, *point, best, row.get("buffer/offline_bytes", 0), seconds, lr]
-        )
+        found.append([task, arm, seed, *point, best, seconds, lr])
     return found
 
 
@@ -185,14 +184,14 @@ def steps_to(curve, level):
 
 
 def table(task, arms=ARMS):
-    """Markdown: return at 0, 500, 2000 steps, over all from 500 on: mean (worst seed); loss; steps to the expert"""
-    head = "arm | rate | return at 0 | at 500 | at 2000 steps | 500 to 2000 | most lost below the start"
+    """Markdown: return at 0, 400, 2000 steps, over all from 400 on: mean (worst seed); loss; steps to the expert"""
+    head = "arm | rate | return at 0 | at 400 | at 2000 steps | 400 to 2000 | most lost below the start"
     lines = [f"| {head} | steps to the expert's level |", "|---" * 8 + "|"]
     for arm in arms:
         if mine := of(task, arm):
-            points = [[curve[step] for curve in mine] for step in (0, 500, 2000)]
+            points = [[curve[step] for curve in mine] for step in (0, 400, 2000)]
             points.append(
-                [statistics.mean(x for step, x in curve.items() if step >= 500) for curve in mine]
+                [statistics.mean(x for step, x in curve.items() if step >= 400) for curve in mine]
             )
             digits = 1 if task == "Reacher" else 0
             cells = [
@@ -224,6 +223,13 @@ def tuning_table(task):
     return "\n".join(lines)
 
 
+def push_along(obs):
+    """MountainCarContinuous-v0: push in the direction of motion."""
+    import numpy as np
+
+    return np.where(obs[1:] >= 0, 1.0, -1.0)
+
+
 def switch(arm, seed):
     """MountainCarContinuous from all three sources: the clone's return, and that of the critic's best of 41 actions."""
     import numpy as np
@@ -231,42 +237,45 @@ def switch(arm, seed):
 
     import wsrl_warmup
 
-    grid, judge = torch.linspace(-1, 1, 41)[:, None], wsrl_warmup.evaluate_policy
+    grid = torch.linspace(-1, 1, 41)[:, None]
+    env = wsrl_warmup.make_gym_env("MountainCarContinuous-v0")
 
-    def evaluate(agent, env, episodes):
+    def judge(agent):
         @torch.no_grad()
         def best(obs):
             features = agent.critic.encoder(torch.from_numpy(obs)[None]).expand(len(grid), -1)
             return grid[agent.critic.qf(features, grid).mean(0).argmax()].numpy()
 
-        if agent.updates < 1_500:  # the warm-up is not the question
-            return {"eval/episodic_return": 0.0}
-        plays = [wsrl_warmup.play(env, 10_000 + i, best)[0] for i in range(episodes)]
-        critic_return = float(np.mean([sum(row[2] for row in rows) for rows in plays]))
-        return judge(agent, env, episodes) | {"eval/critic_return": critic_return}
+        returns = []
+        for act in (agent.act, best):
+            plays = [wsrl_warmup.play_episode(env, act, 10_000 + i)[0] for i in range(10)]
+            sums = [sum(transition["rewards"] for transition in play) for play in plays]
+            returns.append(round(float(np.mean(sums)), 1))
+        return returns
 
-    data = HERE.parent / "runs" / "wsrl_data" / "switch" / str(seed)
-    options = COMMON | dict(
-        env_id="MountainCarContinuous-v0", preset="bc", sources=("demos", "suboptimal", "random")
-    )
-    options |= dict(batch_size=128, online_steps=300, eval_every=100, seed=seed) | SWITCH_ARMS[arm]
-    wsrl_warmup.evaluate_policy = evaluate
-    try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-            wsrl_warmup.main(
-                wsrl_warmup.Args(**options, run_dir=f"{folder}/run", data_dir=str(data))
-            )
-            rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
-    finally:
-        wsrl_warmup.evaluate_policy = judge
-    rows = [row for row in rows if "eval/critic_return" in row]
-    scores = [
-        [round(row[f"eval/{name}"], 1) for name in ("episodic_return", "critic_return")]
-        for row in rows
-    ]
-    return [
-        [arm, seed, row["charts/env_steps"], *own] for row, own in zip(rows, scores, strict=True)
-    ]
+    options = wsrl_warmup.default_options(preset="bc") | COMMON | dict(batch_size=128, seed=seed)
+    options |= dict(env_id="MountainCarContinuous-v0", eval_every=10**6, eval_episodes=1)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        for source in wsrl_warmup.SOURCES:
+            transitions = wsrl_warmup.make_source(env, push_along, source, seed)
+            Path(folder, f"{source}.pkl").write_bytes(pickle.dumps(transitions))
+        paths = [f"{source}_data_path" for source in ("offline", "suboptimal", "random")]
+        data = {
+            path: [f"{folder}/{source}.pkl"]
+            for path, source in zip(paths, wsrl_warmup.SOURCES, strict=True)
+        }
+        warm = f"{folder}/warm.pth"
+        stage_one = dict(checkpoint_path=warm, run_dir=f"{folder}/0")
+        wsrl_warmup.main(wsrl_warmup.Args(**options | data | stage_one))
+        found = [[arm, seed, 0, *judge(wsrl_warmup.WarmupAgent.load(warm))]]
+        # an evaluation waits for the end of an episode, so each point is the end of a run
+        for steps in (100, 200, 300):
+            stage_two = dict(checkpoint_path=warm, demo_path=f"{folder}/filtered_demos.pkl")
+            stage_two |= dict(learner=True, online_steps=steps, run_dir=f"{folder}/{steps}")
+            wsrl_warmup.main(wsrl_warmup.Args(**options | stage_two | SWITCH_ARMS[arm]))
+            agent = wsrl_warmup.WarmupAgent.load(f"{folder}/{steps}/final_model.pth")
+            found.append([arm, seed, steps, *judge(agent)])
+    return found
 
 
 def switch_means(arm, name):
@@ -289,49 +298,51 @@ def switch_table():
     return "\n".join(lines)
 
 
+def is_complete(task, arms):
+    """All seeds of all arms have been run."""
+    return all(len(of(task, arm)) == len(SEEDS) for arm in arms)
+
+
 def plot(path):
+    """A panel per task, and one for the switch"""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 9), layout="constrained")
-    axes = figure.subplots(2, 2).flatten()
-    for axis, task in zip(axes, TASKS, strict=False):
+    tasks = [task for task in TASKS if is_complete(task, ARMS)]
+    num_panels = len(tasks) + SWITCH.exists()
+    if num_panels == 0:
+        return
+    figure = Figure(figsize=(6.2 * num_panels, 4.4), layout="constrained")
+    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    for axis, task in zip(axes, tasks, strict=False):
         for i, arm in enumerate(ARMS):
-            if mine := of(task, arm):
-                means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
-                width = 2.8 if arm == "design" else 1.3
-                axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
-        axis.axhline(
-            EXPERT[task], color="gray", linewidth=0.8, linestyle="--", label="expert's level"
-        )
-        ticks = (
-            [-60, -40, -20, -10, -7, -5]
-            if task == "Reacher"
-            else [-1500, -1000, -500, -300, -200, -150, -120]
-        )
+            mine = of(task, arm)
+            means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
+            width = 2.8 if arm == "design" else 1.3
+            axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
+        level = dict(color="gray", linewidth=0.8, linestyle="--", label="expert's level")
+        axis.axhline(EXPERT[task], **level)
+        ticks = [-1500, -1000, -500, -300, -200, -150, -120]
+        if task == "Reacher":
+            ticks = [-60, -40, -20, -10, -7, -5]
         axis.set_yscale("symlog", linthresh=-ticks[-1])
         axis.set_ylim(1.15 * ticks[0], 0.8 * ticks[-1])
         axis.set_yticks(ticks, [str(tick) for tick in ticks])
         name = "Reacher-v5, no demos" if task == "Reacher" else f"Pendulum-v1, {task}"
         axis.set(title=name, xlabel="online environment steps after the warm-up")
-        axis.set_ylabel("return of the frozen policy, mean of the seeds")
-        axis.legend(fontsize=7)
-    for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
-        for name, style, what in (
-            ("return", ".-", "policy"),
-            ("critic_return", ".:", "critic's best action"),
-        ):
-            axes[3].plot(
-                (0, 100, 200, 300),
-                switch_means(arm, name)[0],
-                style,
-                color=color,
-                label=f"{arm}: {what}",
-            )
-    axes[3].set(
-        title="MountainCarContinuous-v0, a clone goes online", ylabel="return, mean of the seeds"
-    )
-    axes[3].set_xlabel("online environment steps after the warm-up")
-    axes[3].legend(fontsize=7, loc="center left")
+        axis.set_ylabel("return of the frozen policy, mean of five seeds")
+        axis.legend(fontsize=8)
+    if SWITCH.exists():
+        for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
+            for name, style, what in (
+                ("return", ".-", "policy"),
+                ("critic_return", ".:", "critic's best action"),
+            ):
+                means = switch_means(arm, name)[0]
+                axes[-1].plot((0, 100, 200, 300), means, style, color=color, label=f"{arm}: {what}")
+        axes[-1].set(title="MountainCarContinuous-v0, a clone goes online")
+        axes[-1].set(xlabel="online environment steps after the warm-up")
+        axes[-1].set_ylabel("return, mean of five seeds")
+        axes[-1].legend(fontsize=8, loc="center left")
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=90)
@@ -379,9 +390,13 @@ if __name__ == "__main__":
             f"{job}: {[round(row[4], 1) for row in rows]}, {rows[-1][-2]} CPU seconds", flush=True
         )
     for task in TASKS:
-        print(f"\n{task}\n{table(task)}")
+        if is_complete(task, ARMS):
+            print(f"\n{task}\n{table(task)}")
     for task in ("no demos", "Reacher"):
-        print(f"\nParts of the design, {task}\n{table(task, PARTS)}")
-    print(f"\n{switch_table()}\n\nTuning")
-    print(tuning_table("no demos"), tuning_table("Reacher"), sep="\n\n")
+        if is_complete(task, PARTS):
+            print(f"\nParts of the design, {task}\n{table(task, PARTS)}")
+        if all(tuned(task, arm) for arm in ARMS):
+            print(f"\nTuning, {task}\n{tuning_table(task)}")
+    if SWITCH.exists():
+        print(f"\n{switch_table()}")
     plot(HERE.parent / "docs" / "wsrl_study.png")

@@ -188,7 +188,6 @@ SMALL["sac_hybrid"] = (
 SMALL["wsrl_warmup"] = (
     "--online-steps 30 --batch-size 8 --hidden-size 16 --eval-episodes 1 --buffer-size 100"
 )
-SMALL["wsrl_warmup"] += " --log-interval 5"
 WHERE = {  # flags that are allowed with some commands only
     "ppo_v2": (
         lambda flags: " --use-replay" in flags,
@@ -200,8 +199,8 @@ WHERE = {  # flags that are allowed with some commands only
         "--eval-episodes 1 --report-episodes 1",
     ),
     "wsrl_warmup": (
-        lambda flags: "--stage" in flags or "--checkpoint" not in flags,
-        "--offline-steps 20 --data-size 200",
+        lambda flags: "--learner" not in flags and "--preset scratch" not in flags,
+        "--warmup-steps 20",
     ),
 }
 LOGS_MORE = {  # commands without which a metric of the table is not logged
@@ -210,7 +209,7 @@ LOGS_MORE = {  # commands without which a metric of the table is not logged
         " --num-iterations 6"
     ],
     "wsrl_warmup": [
-        "--offline-objective calql --online-bc-weight 1 --early-stop-patience 30 --online-steps 230"
+        "--offline-objective calql --bc-weight 1 --early-stop-patience 30 --online-steps 230"
     ],
 }
 ELSEWHERE = (
@@ -263,7 +262,7 @@ def walk(page, folder):
         )
         if name:
             (folder / name[1]).write_text(ARM * ("spacemouse" in block) + block)
-        elif "final_model" in block:
+        elif "final_model" in block and language == "python":
             later.append(block)
         elif language == "python":
             exec(block, {})

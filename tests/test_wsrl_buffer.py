@@ -11,13 +11,13 @@ from wsrl_warmup import (
     PrioritizedReplayBuffer,
     WarmupAgent,
     filter_offline_data,
-    row_dtype,
+    make_row_dtype,
     sample_mixed,
 )
 
 D, A = 3, 2
 BOX = types.SimpleNamespace
-DTYPE = row_dtype(BOX(observation_space=BOX(shape=(D,)), action_space=BOX(shape=(A,))))
+DTYPE = make_row_dtype(BOX(observation_space=BOX(shape=(D,)), action_space=BOX(shape=(A,))))
 
 
 def rows(n, **columns):
@@ -28,7 +28,14 @@ def rows(n, **columns):
 
 
 def buffer(n, alpha=0.6, **columns):
-    return PrioritizedReplayBuffer(n, DTYPE, alpha, rows(n, **columns))
+    rb = PrioritizedReplayBuffer(n, DTYPE, alpha)
+    rb.extend(rows(n, **columns))
+    return rb
+
+
+def make_agent(**options):
+    args = Args(**dict(hidden_size=16, batch_size=32) | options)
+    return WarmupAgent(np.zeros(D), np.ones(D), [1.0] * A, args=args)
 
 
 def filled(td_errors, alpha=0.6):
@@ -55,26 +62,48 @@ def test_probabilities_importance_weights_and_draws():
 
 
 def test_new_rows_get_the_running_maximum_and_the_oldest_go():
-    rb = PrioritizedReplayBuffer(4, DTYPE, 1.0, rows(1))
+    rb = PrioritizedReplayBuffer(4, DTYPE, 1.0)
+    rb.extend(rows(1))
     assert rb.priorities[0] == 1
     rb.update_priorities(np.array([0]), np.array([-5.0]))
-    rb.insert(rows(1))
+    rb.extend(rows(1))
     rb.update_priorities(
         np.array([0]), np.array([0.5])
     )  # the maximum is that of the run, not of the moment
-    rb.insert(rows(1))
+    rb.extend(rows(1))
     assert rb.priorities[:3] == pytest.approx([0.5, 5, 5], abs=1e-5)
-    rb.insert(rows(3, rewards=[1, 2, 3]))
+    rb.extend(rows(3, rewards=[1, 2, 3]))
     assert rb.rows["rewards"].tolist() == [2, 3, 0, 1] and len(rb) == 4
 
 
-def test_a_restored_ring_goes_on_where_it_was():
-    rb, other = filled(np.arange(1.0, 10.0)), PrioritizedReplayBuffer(9, DTYPE)
-    rb.insert(rows(4, obs=2.0))
+def test_a_restored_ring_continues_where_it_was():
+    rb, other = filled(np.arange(1.0, 10.0)), PrioritizedReplayBuffer(9, DTYPE, 0.6)
+    rb.extend(rows(4, obs=2.0))
     other.load_state_dict(rb.state_dict())
     for each in (rb, other):
-        each.insert(rows(1, obs=3.0))
+        each.extend(rows(1, obs=3.0))
     assert (other.rows == rb.rows).all() and (other.priorities == rb.priorities).all()
+
+
+@pytest.mark.parametrize(
+    "capacity, kept", [(9, [2, 3, 4, 5, 6]), (5, [2, 3, 4, 5, 6]), (3, [4, 5, 6])]
+)
+def test_a_ring_of_another_size_has_the_newest_rows_and_no_zeros(capacity, kept):
+    """Seven rows in a ring of five, restored into rings of other sizes: never a row that nobody wrote."""
+    rb, other = (
+        PrioritizedReplayBuffer(5, DTYPE, 1.0),
+        PrioritizedReplayBuffer(capacity, DTYPE, 1.0),
+    )
+    for i in range(7):
+        rb.extend(rows(1, rewards=i))
+        rb.update_priorities(np.array([i % 5]), np.array([i + 1.0]))
+    other.load_state_dict(rb.state_dict())
+    found = other.rows["rewards"][: len(other)]
+    assert sorted(found) == kept
+    assert other.priorities[: len(other)] == pytest.approx(found + 1, abs=1e-5)
+    other.extend(rows(1, rewards=7))
+    expected = [*kept, 7][-capacity:]
+    assert sorted(other.rows["rewards"][: len(other)]) == expected
 
 
 def test_retention_keeps_the_best():
@@ -86,47 +115,75 @@ def test_retention_keeps_the_best():
         )  # arrays of its own
     assert [len(filter_offline_data(buffer(n), 0.2)) for n in (7, 4)] == [1, 1]
     assert len(filter_offline_data(buffer(4), 0.0)) == 0  # nothing kept is an empty buffer
-    whole = buffer(4)
-    assert filter_offline_data(whole, 1.0) is whole
+    assert len(filter_offline_data(buffer(4), 1.0)) == 4
 
 
 def test_retention_by_td_error_and_its_priorities():
-    agent = WarmupAgent(Args(hidden_size=16), [1.0] * A, np.zeros(D), np.ones(D))
+    agent = make_agent()
     rb = buffer(5, obs=np.arange(5), rewards=[0.0, 9.0, 0.1, -8.0, 0.2])  # masks 0: td = Q - r
     kept = filter_offline_data(rb, 0.4, "td_error", agent)
     assert kept.rows["obs"][:, 0].tolist() == [1, 3]  # the size of the error, not its sign
+    # kept rows start over at the priority of new rows, as they do when --learner reads them
     kept = filled([5.0, 1.0, 3.0, 2.0, 4.0], 1.0).select_top_k(np.array([0, 9, 1, 8, 2]), 2)
-    assert kept.priorities == pytest.approx([1.0, 2.0]) and kept.max_priority == pytest.approx(5)
+    assert kept.priorities.tolist() == [1.0, 1.0] and kept.max_priority == 1.0
 
 
-def test_mixed_batch_is_shuffled_and_errors_find_their_rows():
+def test_errors_find_the_rows_of_a_mixed_batch():
     offline = buffer(50, 1.0, obs=1.0, rewards=np.arange(50))
     online = buffer(50, 1.0, obs=2.0, rewards=100 + np.arange(50))
-    rng = np.random.default_rng(0)
-    batch, draws = sample_mixed(Args(), (offline, online), (20, 12), 0.4, rng, "cpu")
-    source = batch["obs"][:, 0]
-    assert (source == 1).sum() == 20 and (source == 2).sum() == 12 and not (source[:20] == 1).all()
-    for rb, inds, place in draws:
-        rb.update_priorities(inds, batch["rewards"].numpy()[place])  # an error that tells the row
-    for rb, mark, first in ((offline, 1, 0), (online, 2, 100)):
-        seen = np.unique(batch["rewards"][source == mark].numpy()).astype(int)
-        assert rb.priorities[seen - first] == pytest.approx(seen + 1e-6)
-        assert (np.delete(rb.priorities, seen - first) == 1).all()
+    batch, offline_slots, online_slots = sample_mixed(make_agent(), offline, online, 20 / 32, 0.4)
+    assert len(offline_slots) == 20 and len(online_slots) == 12
+    assert batch["is_demo"].tolist() == [True] * 20 + [False] * 12
+    assert batch["obs"][:, 0].tolist() == [1.0] * 20 + [2.0] * 12
+    errors = batch["rewards"].numpy()  # an error that tells the row
+    offline.update_priorities(offline_slots, errors[:20])
+    online.update_priorities(online_slots, errors[20:])
+    for rb, slots, first in ((offline, offline_slots, 0), (online, online_slots, 100)):
+        seen = np.unique(slots)
+        assert rb.priorities[seen] == pytest.approx(seen + first + 1e-6)
+        assert (np.delete(rb.priorities, seen) == 1).all()
+
+
+def test_an_error_that_is_not_finite_leaves_a_buffer_that_can_be_drawn_from():
+    rb = buffer(4, 1.0)
+    rb.update_priorities(np.array([0, 1]), np.array([np.nan, 2.0]))
+    slots, weights = rb.sample(100, 0.4, np.random.default_rng(0))
+    assert np.isfinite(weights).all() and set(slots) <= {0, 1, 2, 3}
+
+
+def test_rewards_and_returns_are_scaled_when_they_are_drawn():
+    rb, nothing = buffer(4, rewards=2.0, returns=-3.0), PrioritizedReplayBuffer(9, DTYPE, 0.6)
+    batch, _, _ = sample_mixed(make_agent(reward_scale=0.1), rb, nothing, 1.0, 0.4)
+    assert batch["rewards"].tolist() == pytest.approx([0.2] * 32)
+    assert batch["returns"].tolist() == pytest.approx([-0.3] * 32)
+    assert (rb.rows["rewards"] == 2).all()
+
+
+def test_noise_on_observations_is_in_their_standard_deviations():
+    args = Args(hidden_size=16, batch_size=4_000)
+    agent = WarmupAgent(np.zeros(D), np.array([1.0, 2.0, 4.0]), [1.0] * A, args=args)
+    rb, nothing = buffer(4, obs=5.0), PrioritizedReplayBuffer(9, DTYPE, 0.6)
+    batch, _, _ = sample_mixed(agent, rb, nothing, 1.0, 0.4, obs_noise=0.1)
+    assert batch["obs"].mean(0).tolist() == pytest.approx([5, 5, 5], abs=0.05)
+    assert batch["obs"].std(0).tolist() == pytest.approx([0.1, 0.2, 0.4], rel=0.1)
+    assert not torch.allclose(batch["obs"] - 5, batch["next_obs"])
+    assert (rb.rows["obs"] == 5).all()
+    batch, _, _ = sample_mixed(agent, rb, nothing, 1.0, 0.4)
+    assert (batch["obs"] == 5).all()
 
 
 def test_weights_of_a_mixed_batch():
     """Critic: importance, by one maximum of both buffers, times source; actor: source alone; each of mean 1."""
 
     def draw(**own):
-        offline, online = filled([1.0] * 4, 1.0), filled([1.0, 1.0, 1.0, 97.0], 1.0)
+        offline, online = filled([1.0] * 4, 1.0), filled([1.0] * 29 + [971.0], 1.0)
         offline.rows["weights"] = 3.0
-        rng = np.random.default_rng(0)
-        return sample_mixed(Args(**own), (offline, online), (30, 30), 1.0, rng, "cpu")[0]
+        return sample_mixed(make_agent(batch_size=60, **own), offline, online, 0.5, 1.0)[0]
 
     both, critic, none = (draw(weighted_loss=kind) for kind in ("both", "critic", "none"))
-    # N P: offline 1; online 0.04 and 3.88, so importance has three values at most
+    # N P: offline 1; online 0.03 and 29.13, so importance has three values at most
     ratios = (none["weights"] / none["weights"].max()).unique().tolist()
-    assert [round(x, 4) for x in ratios] in ([0.2577, 1.0], [0.0103, 0.04, 1.0])
+    assert [round(x, 4) for x in ratios] in ([0.0343, 1.0], [0.001, 0.03, 1.0])
     means = [
         batch[name].mean().item()
         for batch in (both, critic, none)

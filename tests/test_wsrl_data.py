@@ -2,43 +2,42 @@
 
 import os
 import pickle
+import re
 import sys
 import types
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import ROOT
 
+import wsrl_warmup
 from wsrl_warmup import (
-    COLUMNS,
     Args,
     compute_data_quality,
-    episode_slices,
+    env_units,
     load_offline_data,
-    make_env,
-    make_sources,
+    make_gym_env,
+    make_row_dtype,
+    make_source,
     read_source,
     return_to_go,
+    split_episodes,
+    to_rows,
+    write_transitions,
 )
 
-ARGS = Args(env_id="Pendulum-v1")  # 3 observations, 1 action within +-2
-ENV = make_env("Pendulum-v1")
+ENV = make_gym_env("Pendulum-v1")  # 3 observations, 1 action within +-2
+LAST = np.arange(6) == 5
 
 
 def walk(n=6, start=0.0, **others):
-    """An unbroken walk: next_obs[t] is obs[t+1]"""
+    """An unbroken walk: next_observations[t] is observations[t+1]"""
     obs = start + np.arange(n + 1, dtype=np.float32)[:, None] * np.ones(3, np.float32)
-    columns = dict(
-        obs=obs[:-1], actions=np.linspace(-2, 2, n, dtype=np.float32)[:, None], rewards=np.ones(n)
-    )
-    return (
-        columns
-        | dict(next_obs=obs[1:], terminations=np.zeros(n, bool), truncations=np.zeros(n, bool))
-        | others
-    )
-
-
-LAST = np.arange(6) == 5
+    columns = dict(observations=obs[:-1], next_observations=obs[1:], rewards=np.ones(n))
+    columns["actions"] = np.linspace(-2, 2, n, dtype=np.float32)[:, None]
+    return columns | dict(masks=np.ones(n), dones=np.zeros(n, bool)) | others
 
 
 def save(path, columns):
@@ -46,196 +45,278 @@ def save(path, columns):
     return str(path)
 
 
+def load(path, **options):
+    return load_offline_data(Args(**dict(offline_data_path=[str(path)]) | options), ENV)
+
+
 def refused(path, *words):
     with pytest.raises(SystemExit) as end:
-        load_offline_data(ARGS, [f"demos={path}"], ENV)
-    assert "\n" not in end.value.code and all(word in end.value.code for word in words), (
-        end.value.code
-    )
+        load(path)
+    message = end.value.code
+    assert "\n" not in message and all(word in message for word in words), message
 
 
 def test_npz_reaches_the_buffer(tmp_path, capsys):
-    rows, number, returns = load_offline_data(
-        ARGS, [save(tmp_path / "a.npz", walk(terminations=LAST))], ENV
-    )
-    assert rows["actions"][:, 0] == pytest.approx(
-        np.linspace(-1, 1, 6)
-    )  # the environment's +-2 is the policy's +-1
-    assert rows["rewards"] == pytest.approx(np.full(6, 0.1))  # reward_scale of Pendulum
-    assert (
-        rows["masks"].tolist() == [1, 1, 1, 1, 1, 0]
-        and returns == {"demos": 6.0}
-        and set(number) == {0}
-    )
-    assert rows["returns"] == pytest.approx(return_to_go(np.full(6, 0.1), 0.99))
-    assert rows["weights"] == pytest.approx(
-        2 * (0.5 + 2 / 3) * 1.5
-    )  # demos, quality (1 + 0.5 + 0.5) / 3, success
-    assert capsys.readouterr().out == "demos: 1 episodes, return 6.0\n"
-    rows, *_ = load_offline_data(ARGS, [save(tmp_path / "a.npz", walk(truncations=LAST))], ENV)
+    path = save(tmp_path / "a.npz", walk(masks=1.0 - LAST, dones=LAST))
+    rows, _, returns = load(path)
+    # the environment's +-2 is the policy's +-1
+    assert rows["actions"][:, 0] == pytest.approx(np.linspace(-1, 1, 6))
+    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {"demos": 6.0}
+    assert rows["returns"] == pytest.approx(return_to_go(np.ones(6), 0.99))
+    # demos, quality (1 + 0.5 + 0.5) / 3, success
+    assert rows["weights"] == pytest.approx(2 * (0.5 + 2 / 3) * 1.5)
+    assert capsys.readouterr().out == "demos: 1 episodes, mean return 6.0\n"
+    rows, *_ = load(save(tmp_path / "b.npz", walk(dones=LAST)))
     assert (rows["masks"] == 1).all()  # cut off: it bootstraps, and is no success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
 
 
-def test_sources_weights_and_names(tmp_path, monkeypatch):
-    folder = tmp_path / "lr=0.1,tau=1"
-    folder.mkdir()
-    a, b, c = (save(folder / f"{i}.npz", walk(start=10.0 * i, truncations=LAST)) for i in range(3))
-    specs = [f"demos={a}", f"demos={b}:3.5", f"random={c}", f"mine={c}", a]
-    rows, number, returns = load_offline_data(ARGS, specs, ENV)
+def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
+    a, b, c, d = (save(tmp_path / f"{i}.npz", walk(start=10.0 * i, dones=LAST)) for i in range(4))
+    args = Args(offline_data_path=[a, b], suboptimal_data_path=[c], random_data_path=[d])
+    rows, _, returns = load_offline_data(args, ENV)
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
-    weights = np.array([2.0, 3.5, 0.5, 1.0, 2.0]).repeat(6) * 5 / 6
-    assert rows["weights"] == pytest.approx(weights) and list(returns) == [
-        "demos",
-        "random",
-        "mine",
-    ]
-    assert number.tolist() == np.arange(5).repeat(6).tolist()
-    monkeypatch.chdir(tmp_path)
-    assert list(load_offline_data(ARGS, ["./lr=0.1,tau=1/0.npz:2.5"], ENV)[2]) == ["demos"]
+    weights = np.array([2.0, 2.0, 1.0, 0.5]).repeat(6) * 5 / 6
+    assert rows["weights"] == pytest.approx(weights)
+    assert list(returns) == ["demos", "suboptimal", "random"]
+    args = Args(offline_data_path=[a], demo_weight=3.5)
+    assert load_offline_data(args, ENV)[0]["weights"] == pytest.approx(3.5 * 5 / 6)
 
 
-def transitions(**others):
-    c = walk()
+def transitions(wrap=lambda value: value, **others):
+    """As HIL-SERL writes them, with images, infos and a grasp_penalty that nobody here reads"""
+    columns = walk()
     rows = []
     for i in range(6):
         row = dict(
-            observations={"state": c["obs"][i], "image": np.zeros((2, 2, 3), np.uint8)},
-            actions=c["actions"][i],
-        )
-        row |= dict(
-            next_observations={"state": c["next_obs"][i]},
+            observations={
+                "state": wrap(columns["observations"][i]),
+                "image": np.zeros((1, 2, 2, 3), np.uint8),
+            },
+            actions=columns["actions"][i],
+            next_observations={"state": wrap(columns["next_observations"][i])},
             rewards=1.0,
             masks=float(i != 3),
             dones=i in (3, 5),
+            infos={"succeed": False},
+            grasp_penalty=-0.02,
         )
         rows.append(row | others)
     return rows
 
 
-def test_demo_pickles_of_the_sibling(tmp_path):
-    for protocol in (2, 5):
-        (tmp_path / "demo.pkl").write_bytes(pickle.dumps(transitions(), protocol))
-        columns = read_source(str(tmp_path / "demo.pkl"), 3, 1)
-        assert (columns["obs"] == walk()["obs"]).all() and (
-            columns["next_obs"] == walk()["next_obs"]
-        ).all()
-        assert columns["terminations"].tolist() == [0, 0, 0, 1, 0, 0]
-        assert columns["truncations"].tolist() == [0, 0, 0, 0, 0, 1]  # done, but the mask goes on
-    assert [s.stop for s in episode_slices(columns)] == [4, 6]
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: x[None]], ids=["vector", "chunked"])
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_demo_pickles_of_hil_serl(tmp_path, protocol, wrap):
+    """A leading axis of 1, which ChunkingWrapper adds, is removed."""
+    (tmp_path / "demo.pkl").write_bytes(pickle.dumps(transitions(wrap), protocol))
+    rows = read_source(str(tmp_path / "demo.pkl"), ENV)
+    assert (rows["obs"] == walk()["observations"]).all()
+    assert (rows["next_obs"] == walk()["next_observations"]).all()
+    assert rows["masks"].tolist() == [1, 1, 1, 0, 1, 1]
+    assert [len(episode) for episode in split_episodes(rows)] == [4, 2]
+
+
+def test_observations_with_several_keys_are_joined_like_those_of_the_environment(tmp_path):
+    class Goal(gym.Env):
+        """Two vectors with names, like gymnasium-robotics"""
+
+        box = gym.spaces.Box(-1, 1, (2,))
+        observation_space = gym.spaces.Dict(observation=box, desired_goal=box)
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            raw = dict(observation=np.float32([0.1, 0.2]), desired_goal=np.float32([0.3, 0.4]))
+            return raw, {}
+
+    gym.register("Goal-v0", Goal)
+    env = make_gym_env("Goal-v0")
+    obs, _ = env.reset(seed=0)
+    raw = dict(observation=np.float32([0.1, 0.2]), desired_goal=np.float32([0.3, 0.4]))
+    row = dict(observations=raw, next_observations=raw, actions=np.zeros(1), rewards=0, dones=True)
+    assert to_rows([row], env)["obs"][0] == pytest.approx(obs)
+    assert obs.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 3), (8, 8)], ids=["image", "depth"])
+def test_an_environment_with_images_is_refused_by_name(shape):
+    class Camera(gym.Env):
+        camera = gym.spaces.Box(0, 255, shape, np.uint8)
+        observation_space = gym.spaces.Dict(state=gym.spaces.Box(-1, 1, (2,)), wrist=camera)
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+    gym.register("Camera-v0", Camera)
+    with pytest.raises(SystemExit, match="wrist"):
+        make_gym_env("Camera-v0")
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gym.spaces.Discrete(3),
+        gym.spaces.Box(-np.inf, np.inf, (1,)),
+        gym.spaces.Box(np.float32([0, 1]), np.float32([1, 1])),
+        gym.spaces.Box(-1, 1, (2, 2)),
+    ],
+)
+def test_actions_that_cannot_be_scaled_are_refused(space):
+    class Odd(gym.Env):
+        observation_space = gym.spaces.Box(-1, 1, (2,))
+        action_space = space
+
+    gym.register("Odd-v0", Odd)
+    with pytest.raises(SystemExit, match="expected a bounded Box"):
+        make_gym_env("Odd-v0")
 
 
 def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
-    """The loader is that of sac_hybrid.py, word for word: test_sac_demos.py tries more."""
+    """The unpickler is that of sac_hybrid.py, word for word: test_sac_demos.py tries more."""
 
     class Hostile:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/owned",)
 
-    images = [
-        dict(observations={"image": np.zeros(2)}, actions=0.0, rewards=0.0, masks=1.0, dones=False)
-    ]
+    no_state = {"image": np.zeros(2)}
     wrong = {
         "system": [Hostile()],
         "rewards of row 0": transitions(rewards=1e308),
-        "column is missing": images,
+        "expected ['state']": transitions(observations=no_state),
+        "KeyError: 'actions'": [dict(observations=np.zeros(3), dones=True)],
+        "list": transitions(actions=[0.5]),
+        "no transitions": [],
+        "masks": transitions(masks=2.0),
+        "big-endian": transitions(rewards=np.array(1.0, ">f8")),
     }
     for words, content in wrong.items():
         (tmp_path / "demo.pkl").write_bytes(pickle.dumps(content))
         refused(tmp_path / "demo.pkl", "demo.pkl", words)
     assert not (tmp_path / "owned").exists()
-    (tmp_path / "cut.npz").write_bytes(
-        Path(save(tmp_path / "whole.npz", walk())).read_bytes()[:700]
-    )
-    for path in ("cut.npz", "absent.npz"):
+    whole = Path(save(tmp_path / "whole.npz", walk())).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[:700])
+    for path in ("cut.npz", "absent.npz", "absent.pkl"):
         refused(tmp_path / path, path)
 
 
 @pytest.mark.parametrize(
     "others, words",
     [
-        (dict(obs=np.zeros((6, 4))), ["obs", "(3,)"]),
-        (dict(actions=np.zeros((6, 2))), ["actions", "(1,)"]),
+        (dict(observations=np.zeros((6, 4))), ["observations of row 0", "expected 3"]),
+        (dict(actions=np.zeros((6, 2))), ["actions of row 0", "expected 1"]),
         (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
-        (dict(next_obs=np.full((6, 3), np.inf)), ["next_obs of row 0"]),
-        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions"]),
-        (dict(rewards=np.zeros(5)), ["6", "5"]),
-        ({name: column[:0] for name, column in walk().items()}, ["0"]),
+        (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
+        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions is <U1"]),
+        (dict(rewards=np.zeros(5)), ["ValueError"]),
+        ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
     ],
 )
 def test_wrong_columns_end_in_one_line(tmp_path, others, words):
     refused(save(tmp_path / "a.npz", walk(**others)), "a.npz", *words)
 
 
-def test_minari_episodes(monkeypatch):
-    c = walk(4)
-    parts = dict(observations=np.vstack([c["obs"], c["next_obs"][-1:]])) | {
-        n: c[n] for n in COLUMNS if "obs" not in n
-    }
+def test_the_minari_recipe_of_the_page(tmp_path, monkeypatch):
+    columns = walk(4)
+    parts = dict(
+        observations=np.vstack([columns["observations"], columns["next_observations"][-1:]]),
+        actions=columns["actions"],
+        rewards=columns["rewards"],
+        terminations=np.array([False, False, False, True]),
+        truncations=np.zeros(4, bool),
+    )
     episodes = [types.SimpleNamespace(**parts)] * 2
     data = types.SimpleNamespace(iterate_episodes=lambda: episodes)
-    monkeypatch.setitem(
-        sys.modules,
-        "minari",
-        types.SimpleNamespace(load_dataset=lambda name: {"a/b-v0": data}[name]),
-    )
-    columns = read_source("minari:a/b-v0", 3, 1)
-    assert len(columns["rewards"]) == 8 and (columns["next_obs"][:4] == c["next_obs"]).all()
-    assert [s.stop for s in episode_slices(columns)] == [
-        4,
-        8,
-    ]  # the second starts over: no row continues
+    minari = types.SimpleNamespace(load_dataset=lambda name: {"a/b-v0": data}[name])
+    monkeypatch.setitem(sys.modules, "minari", minari)
+    monkeypatch.setattr(sys, "argv", ["minari_to_npz.py", "a/b-v0", str(tmp_path / "a.npz")])
+    page = (ROOT / "docs" / "wsrl_warmup.md").read_text(encoding="utf-8")
+    exec(re.search(r"```python\n(# minari_to_npz.py\n.*?)```", page, re.S)[1], {})
+    rows = read_source(str(tmp_path / "a.npz"), ENV)
+    assert len(rows) == 8 and (rows["next_obs"][:4] == columns["next_observations"]).all()
+    assert rows["masks"].tolist() == [1, 1, 1, 0] * 2
+    assert [len(episode) for episode in split_episodes(rows)] == [4, 4]
 
 
 def test_a_trajectory_cut_in_two_is_two(tmp_path):
     """No flag marks the gap: without the check, the first part's returns would hold the second's rewards."""
-    cut = {name: np.concatenate([walk(3)[name], walk(3, start=50.0)[name]]) for name in COLUMNS}
-    assert [(s.start, s.stop) for s in episode_slices(cut)] == [(0, 3), (3, 6)]
-    assert [(s.start, s.stop) for s in episode_slices(walk(6))] == [(0, 6)]
-    ended = walk(6, terminations=np.arange(6) == 1, truncations=np.arange(6) == 3)
-    assert [s.stop for s in episode_slices(ended)] == [2, 4, 6]
-    rows, *_ = load_offline_data(ARGS, [save(tmp_path / "a.npz", cut)], ENV)
-    assert rows["returns"] == pytest.approx([0.29701, 0.199, 0.1] * 2)
+    cut = {name: np.concatenate([walk(3)[name], walk(3, start=50.0)[name]]) for name in walk()}
+    rows, *_ = load(save(tmp_path / "a.npz", cut))
+    assert [len(episode) for episode in split_episodes(rows)] == [3, 3]
+    assert rows["returns"] == pytest.approx([2.9701, 1.99, 1.0] * 2)
+    whole, *_ = load(save(tmp_path / "b.npz", walk(6)))
+    assert len(split_episodes(whole)) == 1
+    ended, *_ = load(save(tmp_path / "c.npz", walk(6, dones=np.isin(np.arange(6), [1, 3]))))
+    assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
 
 
 def quality(rewards=(0.0, 1.0), terminated=False, bounds=(0.0, 4.0), longest=10):
-    return compute_data_quality(dict(rewards=rewards, terminations=[terminated]), bounds, longest)
+    trajectory = dict(rewards=rewards, masks=[float(not terminated)])
+    return compute_data_quality(trajectory, bounds, longest)
 
 
 def test_quality_by_hand_and_monotone():
-    """A success ends by itself on its largest, positive reward."""
+    """A success terminates with its largest, positive reward."""
     assert quality((0.0, 1.0), True) == pytest.approx((1 + 0.25 + 0.9) / 3)
     assert quality((0.0, 1.0)) == pytest.approx((0 + 0.25 + 0.5) / 3)
     assert quality((1.0, 0.0), terminated=True) == pytest.approx((0 + 0.25 + 0.1) / 3)
     by_return = [quality((x,)) for x in (-9, 0, 1, 3, 4, 99)]
     assert by_return == sorted(by_return) and by_return[1] < by_return[2] < by_return[3]
-    assert (
-        quality((1.0,), True) > quality((0.5, 0.5), True) > quality((1.0, 0.0)) > 0
-    )  # sooner is better
-    assert (
-        quality((1.0, 0.0), True) < quality((0.5, 0.5, 0.0), True) < quality((1.0,))
-    )  # falls: later is
+    # an early success is better, and so is a late failure
+    assert quality((1.0,), True) > quality((0.5, 0.5), True) > quality((1.0, 0.0)) > 0
+    assert quality((1.0, 0.0), True) < quality((0.5, 0.5, 0.0), True) < quality((1.0,))
     extremes = [quality(r, t) for r in ((-1e9,), (1e9,), (1.0,) * 50) for t in (0, 1)]
-    assert (
-        0 <= min(extremes)
-        and max(extremes) <= 1
-        and quality((1.0,), bounds=(3.0, 3.0)) == pytest.approx(1 / 3)
-    )
+    assert 0 <= min(extremes) and max(extremes) <= 1
+    assert quality((1.0,), bounds=(3.0, 3.0)) == pytest.approx(1 / 3)
 
 
-def test_sources_made_here(tmp_path):
-    args = Args(env_id="Pendulum-v1", data_size=400)
-    specs = make_sources(args, ("demos", "suboptimal", "random"), tmp_path)
-    rows, _, returns = load_offline_data(args, specs, ENV)
-    assert (
-        returns["demos"] > -500 > returns["random"]
-        and returns["demos"] > returns["suboptimal"] > returns["random"]
-    )
-    assert len(rows) == 1200 and np.abs(rows["actions"]).max() <= 1
-    before = (tmp_path / "demos.npz").read_bytes()
-    (tmp_path / "random.npz").unlink()
-    make_sources(
-        args, ("demos", "random"), tmp_path
-    )  # as after a kill: what is there stays, what is missing comes
-    assert (tmp_path / "demos.npz").read_bytes() == before
-    assert (load_offline_data(args, specs, ENV)[0] == rows).all()
+def test_the_built_in_task_makes_two_sources_and_no_demos():
+    args = Args(**wsrl_warmup.default_options())
+    rows, heldout, returns = load_offline_data(args, ENV)
+    assert -900 > returns["random"] < returns["suboptimal"] > -900
+    assert len(rows) == 8000 and len(heldout) == 0 and np.abs(rows["actions"]).max() <= 1
+
+
+def test_every_tenth_episode_is_held_out(monkeypatch):
+    args = Args(**wsrl_warmup.default_options() | dict(early_stop_patience=1))
+    rows, heldout, _ = load_offline_data(args, ENV)
+    assert (len(rows), len(heldout)) == (7200, 800)
+    starts = {tuple(row["obs"]) for row in rows}
+    assert not any(tuple(row["obs"]) in starts for row in heldout)
+
+
+def test_early_stopping_needs_episodes_to_hold_out(tmp_path):
+    path = save(tmp_path / "a.npz", walk(dones=LAST))
+    with pytest.raises(SystemExit, match="ten episodes"):
+        load(path, early_stop_patience=1)
+    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0)
+    assert (len(rows), len(heldout)) == (6, 0)
+
+
+def test_make_data_writes_each_source_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_source, "__defaults__", (200,))
+    args = Args(make_data=str(tmp_path / "data"))
+    wsrl_warmup.main(args)
+    names = dict(offline_data_path="demos", suboptimal_data_path="suboptimal")
+    names["random_data_path"] = "random"
+    paths = {option: [f"{tmp_path}/data/{name}.pkl"] for option, name in names.items()}
+    rows, _, returns = load_offline_data(Args(**paths), ENV)
+    assert len(rows) == 600 and returns["demos"] > returns["suboptimal"] > returns["random"]
+    with pytest.raises(FileExistsError):  # nothing is overwritten
+        wsrl_warmup.main(args)
+    with pytest.raises(SystemExit, match="--expert-path"):
+        wsrl_warmup.main(Args(make_data=f"{tmp_path}/new", env_id="MountainCarContinuous-v0"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_the_warm_up_writes_is_what_it_kept(tmp_path):
+    """In the units of the environment, with its ratings: they cannot be computed again from single rows."""
+    rows = np.zeros(3, make_row_dtype(ENV))
+    rows["obs"] = np.arange(9).reshape(3, 3)
+    rows["actions"] = [[-0.5], [0.25], [1.0]]
+    rows["rewards"], rows["masks"] = [1, 2, 3], [1, 1, 0]
+    rows["weights"], rows["quality"], rows["returns"] = [1, 2, 3], 0.7, [-5, 6, 7]
+    write_transitions(tmp_path / "kept.pkl", rows, ENV)
+    written = pickle.loads((tmp_path / "kept.pkl").read_bytes())
+    assert [float(row["actions"][0]) for row in written] == [-1.0, 0.5, 2.0]
+    assert (env_units(ENV, rows["actions"])[:, 0] == [-1.0, 0.5, 2.0]).all()
+    args = Args(learner=True, checkpoint_path="warm", demo_path=str(tmp_path / "kept.pkl"))
+    assert (load_offline_data(args, ENV)[0] == rows).all()

@@ -1,5 +1,6 @@
 """wsrl_warmup.py: every number of the design worked out by hand, and the learning rules through real updates."""
 
+import copy
 import math
 
 import numpy as np
@@ -11,13 +12,13 @@ import sac_hybrid
 from wsrl_warmup import (
     Args,
     WarmupAgent,
-    batch_weights,
-    calibrate,
     conservative_gap,
+    normalize_weights,
     offline_ratio_at,
     priority_beta_schedule,
     return_to_go,
     split_rows,
+    td_target,
 )
 
 N, D, A = 12, 4, 2
@@ -25,7 +26,7 @@ N, D, A = 12, 4, 2
 
 def make_agent(scale=1.0, **options):
     args = Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options)
-    return WarmupAgent(args, [scale] * A, np.zeros(D), np.ones(D))
+    return WarmupAgent(np.zeros(D), np.ones(D), [scale] * A, args=args)
 
 
 def make_batch(seed=0):
@@ -33,86 +34,76 @@ def make_batch(seed=0):
     batch = {name: torch.randn(N, D, generator=rng) for name in ("obs", "next_obs")}
     batch["actions"] = torch.rand(N, A, generator=rng) * 2 - 1
     batch |= dict(rewards=torch.rand(N, generator=rng), masks=torch.ones(N), returns=torch.zeros(N))
-    return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N))
+    return batch | dict(
+        weights=torch.ones(N), actor_weights=torch.ones(N), is_demo=torch.ones(N, dtype=torch.bool)
+    )
 
 
 def test_offline_share_and_split_of_256():
+    args = Args()
     expected = {0: 1, 1: 0.999, 100: 0.9048, 500: 0.6064, 692: 0.5004, 693: 0.5, 9999: 0.5}
     for step, ratio in expected.items():
-        assert offline_ratio_at(step, 1.0, 0.999, 0.5) == pytest.approx(ratio, abs=5e-5)
-    splits = {
-        0: (256, 0),
-        1: (255, 1),
-        10: (253, 3),
-        100: (231, 25),
-        500: (155, 101),
-        693: (128, 128),
-    }
-    for step, split in splits.items():
-        assert split_rows(256, offline_ratio_at(step, 1.0, 0.999, 0.5), 1000, 1000) == split
+        assert offline_ratio_at(args, step) == pytest.approx(ratio, abs=5e-5)
+    splits = {0: (256, 0), 1: (255, 1), 10: (253, 3), 100: (231, 25), 500: (155, 101)}
+    for step, split in (splits | {693: (128, 128)}).items():
+        assert split_rows(256, offline_ratio_at(args, step), 1000, 1000) == split
     # a short online buffer is filled up from offline, an empty one is not asked
     assert split_rows(256, 0.5, 1000, 40) == (216, 40) and split_rows(256, 0.5, 0, 7) == (0, 256)
-    assert split_rows(256, 0.0, 9, 0) == (256, 0) and split_rows(256, 0.5, 0, 0) == (0, 0)
+    assert split_rows(256, 0.0, 9, 0) == (256, 0) and split_rows(256, 0.0, 9, 1) == (0, 256)
 
 
 def test_numbers_of_the_design():
-    assert [priority_beta_schedule(t) for t in (0, 0.25, 0.5, 1, 1.5)] == pytest.approx(
-        [0.4, 0.55, 0.7, 1, 1]
-    )
+    betas = [priority_beta_schedule(t) for t in (0, 0.25, 0.5, 1, 1.5)]
+    assert betas == pytest.approx([0.4, 0.55, 0.7, 1, 1])
     assert return_to_go([1, 2, 3], 0.9) == pytest.approx([5.23, 4.7, 3])
     squares, weights = torch.tensor([1.0, -2.0, 3.0]).square(), torch.tensor([2.0, 1.0, 0.5])
     assert (squares * weights).mean().item() == pytest.approx(3.5)
-    assert (squares * batch_weights(weights)).mean().item() == pytest.approx(3.0)
-    assert batch_weights(weights, torch.tensor([1.0, 2.0, 4.0])).tolist() == [
-        1,
-        1,
-        1,
-    ]  # the product, over its mean
+    assert (squares * normalize_weights(weights)).mean().item() == pytest.approx(3.0)
+    # r 1, min Q 10, alpha .2, log pi -1.5, gamma .99
+    ones = torch.ones(1)
+    assert td_target(ones, ones, 10 * ones, 0.99).item() == pytest.approx(10.9)
+    assert td_target(ones, ones, (10 + 0.2 * 1.5) * ones, 0.99).item() == pytest.approx(11.197)
+    assert td_target(ones, 0 * ones, 10 * ones, 0.99).item() == 1
 
 
 def test_weighted_td_loss_of_a_real_update():
     """td [1,-2,3] x 4 rows with weights [2,1,.5]: 3.5, over their mean 3.0, without any 4.666667."""
     td, weights = torch.tensor([1.0, -2.0, 3.0] * 4), torch.tensor([2.0, 1.0, 0.5] * 4)
-    for given, expected in ((weights, 3.5), (batch_weights(weights), 3.0), (torch.ones(N), 14 / 3)):
-        agent, batch = (
-            make_agent(num_critics=2),
-            make_batch() | {"masks": torch.zeros(N), "weights": given},
-        )
-        agent.critic.qf.stacked[-2].data.zero_()
-        agent.critic.qf.stacked[-1].data.zero_()  # Q = 0, so the error is -r
-        stats = agent.update(batch | {"rewards": -td})
+    cases = ((weights, 3.5), (normalize_weights(weights), 3.0), (torch.ones(N), 14 / 3))
+    for given, expected in cases:
+        agent = make_agent(num_critics=2)
+        agent.critic.qf.layers[-1].weight.data.zero_()
+        agent.critic.qf.layers[-1].bias.data.zero_()  # Q = 0, so the error is -r
+        batch = make_batch() | {"masks": torch.zeros(N), "weights": given, "rewards": -td}
+        stats = agent.update(batch)
         assert stats["critic_loss"].item() == pytest.approx(expected)
         assert torch.allclose(stats["td_errors"], td)  # the mean over the critics
 
 
 def test_cql_and_calql():
-    q_values, logs = torch.tensor([[[1.0, 2.0, 0.0]]]), torch.tensor([[math.log(0.5), -1.0, -2.0]])
-    q_values.requires_grad_()
-    calibrated = calibrate(
-        q_values, torch.tensor([1.5]), num_uniform=1
-    )  # the first is uniform, and stays
-    assert calibrated.tolist() == [[[1.0, 2.0, 1.5]]]
+    q_values = torch.tensor([[[1.0], [2.0], [0.0]]])  # (E,M,N)
+    logs = torch.tensor([[math.log(0.5)], [-1.0], [-2.0]])
+    calibrated = torch.tensor([[[1.0], [2.0], [1.5]]])  # the first action is uniform, and stays
     for values, data, gap in (
         (q_values, 0.0, 3.493812),
         (q_values, 1.5, 1.993812),
+        (calibrated, 0.0, 4.071375),
         (calibrated, 1.5, 2.571375),
     ):
-        assert conservative_gap(values, logs, torch.full((1, 1), data)).item() == pytest.approx(
-            gap, abs=1e-5
-        )
-    calibrated.sum().backward()
-    assert q_values.grad.tolist() == [[[1, 1, 0]]], "nothing is pushed below the return"
+        found = conservative_gap(values, logs, torch.full((1, 1), data)).item()
+        assert found == pytest.approx(gap, abs=1e-5)
 
 
 def slow_cql(agent, batch, returns=None):
     """The gap row by row and critic by critic, with torch's own distributions; scale 2: actions are within +-2."""
     torch.manual_seed(5)
-    actions, logs = [torch.rand(N, agent.K, A) * 2 - 1], []
+    count = agent.NUM_CQL_ACTIONS
+    actions, logs = [torch.rand(count, N, A) * 2 - 1], []
     for obs in (batch["obs"], batch["next_obs"]):
         mean, std = agent.policy(obs)
-        sampled = (mean[:, None] + std[:, None] * torch.randn(N, agent.K, A)).tanh()
+        sampled = (mean + std * torch.randn(count, N, A)).tanh()
         actions.append(sampled)
-        normal = torch.distributions.Normal(mean[:, None].double(), std[:, None].double())
+        normal = torch.distributions.Normal(mean.double(), std.double())
         bounds = [
             torch.distributions.TanhTransform(),
             torch.distributions.AffineTransform(0.0, 2.0),
@@ -125,113 +116,135 @@ def slow_cql(agent, batch, returns=None):
         for e in range(len(data)):
             terms = []
             for source in range(3):
-                for j in range(agent.K):
-                    q = agent.critic.qf(batch["obs"][n : n + 1], actions[source][n, j][None])[
-                        e, 0
-                    ].item()
+                for j in range(count):
+                    chosen = actions[source][j, n][None]
+                    q = agent.critic.qf(batch["obs"][n : n + 1], chosen)[e, 0].item()
                     q = max(q, returns[n].item()) if returns is not None and source else q
-                    terms.append(q - (uniform if source == 0 else logs[source - 1][n, j].item()))
+                    terms.append(q - (uniform if source == 0 else logs[source - 1][j, n].item()))
             total += math.log(sum(math.exp(term) for term in terms)) - data[e, n].item()
     return total / data.numel()
 
 
-@pytest.mark.parametrize("objective", ["cql", "calql"])
-def test_cql_loss_against_a_slow_one(objective):
-    agent, batch = make_agent(scale=2.0, num_critics=3, offline_objective=objective), make_batch()
+@pytest.mark.parametrize("method", ["cql", "calql"])
+def test_the_conservative_term_against_a_slow_one(method):
+    agent, batch = make_agent(scale=2.0, num_critics=3), make_batch()
     batch["returns"] = torch.linspace(-0.5, 0.5, N)
     with torch.no_grad():
-        expected = slow_cql(agent, batch, batch["returns"] if objective == "calql" else None)
+        expected = slow_cql(agent, batch, batch["returns"] if method == "calql" else None)
         torch.manual_seed(5)
         q_values = agent.critic.qf(batch["obs"], batch["actions"])
-        loss = agent.more_critic_losses(batch, batch["obs"], batch["next_obs"], None, q_values)[
-            "cql_loss"
-        ]
-    assert loss.item() == pytest.approx(expected, abs=1e-4)
+        gap = agent.conservative_term(batch, batch["obs"], batch["next_obs"], q_values, method)
+    assert gap.item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_conservative_term_leaves_online_rows_alone():
-    """Their return is -inf. Each row counts 1/N: half of the rows, half of the term, whatever the others hold."""
-    losses = {}
-    for name, online in (
-        ("none", []),
-        ("odd", range(1, N, 2)),
-        ("even", range(0, N, 2)),
-        ("all", range(N)),
-    ):
-        agent, batch = make_agent(offline_objective="calql", online_cql_alpha=1.0), make_batch()
-        agent.enter(3)
-        batch["returns"][list(online)] = -math.inf
-        batch["actions"][list(online)] = 0.7  # must not matter
-        losses[name] = agent.update(batch)["cql_loss"].item()
-    assert losses["all"] == 0 and losses["odd"] + losses["even"] == pytest.approx(
-        losses["none"], rel=1e-5
-    )
+def test_the_conservative_term_reaches_the_loss():
+    """Weight 0 takes the plain path: the same losses, the same weights, no extra random draws."""
+    plain, zero, one = make_agent(), make_agent(cql_alpha=0.0), make_agent(cql_alpha=0.5)
+    stats = {"plain": plain.update(make_batch()), "zero": zero.update(make_batch(), method="cql")}
+    assert same(plain.state_dict(), zero.state_dict()) and "cql_loss" not in stats["zero"]
+    assert all(torch.equal(stats["plain"][name], stats["zero"][name]) for name in stats["plain"])
+    stats = one.update(make_batch(), method="cql")
+    assert stats["cql_loss"].item() > 0 and not same(plain.state_dict(), one.state_dict())
 
 
-@pytest.mark.parametrize("critics", [(2, 2), (5, 2)])
-def test_the_core_is_that_of_sac_hybrid(critics):
-    """Everything extra off: the same losses and weights, bit for bit, after updates of both kinds."""
-    shared = dict(
-        hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, tau=0.01, backup_entropy=True
-    )
-    shared |= dict(num_critics=critics[0], num_sampled_critics=critics[1])
-    ours, theirs = make_agent(**shared), make_agent(**shared)
-    theirs.__class__ = type(
-        "Plain", (sac_hybrid.SAC,), {}
-    )  # their update, our encoder and initial weights
-    theirs.more_critic_losses = theirs.more_actor_losses = lambda *_: {}
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_critics=5), dict(layer_norm=False, bc_weight=2.0)]
+)
+@pytest.mark.parametrize("backup_entropy", [False, True])
+def test_the_core_is_that_of_sac_hybrid(options, backup_entropy, monkeypatch):
+    """Everything added off: the same losses and weights, bit for bit, after updates of both kinds."""
+    shared = dict(hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, tau=0.01) | options
+    monkeypatch.setattr(Args, "backup_entropy", backup_entropy)
+    ours = make_agent(**shared)
+    their_args = sac_hybrid.Args(**shared, backup_entropy=backup_entropy)
+    theirs = sac_hybrid.SACHybridAgent([], A, 0, args=their_args, obs_shapes={"state": (D,)})
+    names = [name for name, _ in theirs.named_parameters()]
+    assert names == [name for name, _ in ours.named_parameters()]
+    theirs.load_state_dict(ours.state_dict(), strict=False)
     for i in range(4):
-        stats, expected = (agent.update(make_batch(i), full=i % 2 == 1) for agent in (ours, theirs))
+        batch = make_batch(i) | {"is_demo": torch.arange(N) < 5}
+        their_batch = batch | {name: {"state": batch[name]} for name in ("obs", "next_obs")}
+        stats = ours.update(batch, train_actor=i % 2 == 1)
+        expected = theirs.update(their_batch, train_actor=i % 2 == 1)
         assert all(torch.equal(stats[name], expected[name]) for name in expected)
-    assert torch.equal(ours.flat_critic, theirs.flat_critic) and torch.equal(
-        ours.flat_target, theirs.flat_target
-    )
+        assert set(stats) - set(expected) == {"td_errors"}
+    weights = dict(ours.named_parameters())
+    assert all(torch.equal(x, weights[name]) for name, x in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("move", [copy.deepcopy, lambda agent: agent.double().float()])
+def test_a_copied_and_a_moved_agent_learn(move):
+    """Optimizers hold ordinary parameters: every one of them moves, in the copy and not in the original."""
+    original = make_agent(num_critics=3)
+    before = copy.deepcopy(original.state_dict())
+    agent = move(original)
+    for i in range(2):
+        agent.update(make_batch(i))
+    trained = [name for name, _ in agent.named_parameters() if "target" not in name]
+    moved = [name for name in trained if not torch.equal(agent.state_dict()[name], before[name])]
+    assert moved == trained
+    if move is copy.deepcopy:
+        assert same(original.state_dict(), before)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    agent = make_agent()
+    agent.update(make_batch())
+    before = copy.deepcopy(agent.state_dict())
+    agent.update(make_batch() | {"rewards": torch.full((N,), math.inf)}, train_actor=False)
+    after = agent.state_dict()
+    assert after.pop("skipped_steps") == 1 and before.pop("skipped_steps") == 0
+    critics = [name for name in after if name.startswith(("critic.", "actor"))]
+    assert all(torch.equal(after[name], before[name]) for name in critics)
 
 
 def test_weights_reach_the_actor_alone():
     """Rows of weight 0 may hold anything; the critic's weights are proved above."""
-    mask, grads = (torch.arange(N) < 3).float(), []
+    mask = (torch.arange(N) < 3).float()
+    actors = []
     for seed in (5, 6):
         agent, batch, other = make_agent(), make_batch(0), make_batch(seed)
         batch["obs"] = torch.where(mask[:, None] > 0, batch["obs"], other["obs"])
-        torch.manual_seed(0)
-        loss = agent.actor_losses(batch | dict(actor_weights=batch_weights(mask)), batch["obs"])[
-            "actor_loss"
-        ]
-        grads.append(
-            torch.cat(
-                [x.flatten() for x in torch.autograd.grad(loss, list(agent.actor.parameters()))]
-            )
-        )
-    assert torch.allclose(*grads, atol=1e-7) and grads[0].abs().max() > 0
+        batch |= dict(weights=torch.zeros(N), actor_weights=normalize_weights(mask))
+        before = torch.cat([x.flatten() for x in agent.actor.parameters()]).clone()
+        agent.update(batch)
+        actors.append(torch.cat([x.flatten() for x in agent.actor.parameters()]) - before)
+    assert torch.allclose(*actors, atol=1e-6) and actors[0].abs().max() > 0
 
 
-def test_cloning_regresses_the_actions_offline_and_fades_online():
-    agent, batch = (
-        make_agent(offline_objective="bc", online_bc_weight=2.0, offline_decay_rate=0.5),
-        make_batch(),
-    )
-    first = agent.update(batch)
-    assert (
-        "alpha" in first and "alpha_loss" not in first
-    )  # no reinforcement in the actor, the critic learns on
+def test_cloning_regresses_the_actions_and_the_critics_learn_beside_it():
+    agent, batch = make_agent(), make_batch()
+    first = agent.update(batch, method="bc")
+    assert "alpha_loss" not in first  # no reinforcement in the actor
     for _ in range(100):
-        last = agent.update(batch)
+        last = agent.update(batch, method="bc")
     assert last["actor_loss"] < 0.1 * first["actor_loss"]
-    agent.enter(3)  # 2 * 0.5^3 of |Q|, on rows of the data alone
-    batch["returns"][:6] = -math.inf
-    agent.q_size = agent.critic.qf(batch["obs"], batch["actions"]).abs().mean()
-    mean = agent.policy(batch["obs"])[0]
-    error = (mean.tanh() - batch["actions"]).square().sum(-1)[6:].sum() / N
-    expected = (0.25 * agent.q_size * error).item()
-    assert agent.more_actor_losses(batch, mean)["bc_loss"].item() == pytest.approx(
-        expected, rel=1e-3
-    )
-    assert "bc_loss" in agent.update(batch) and "bc_loss" not in make_agent().update(batch)
+    assert last["critic_loss"] < 0.5 * first["critic_loss"]
+
+
+def test_what_is_cloned_online_is_the_offline_rows():
+    agent, batch = make_agent(bc_weight=2.0), make_batch()
+    batch["is_demo"] = torch.arange(N) >= 6
+    mean, _ = agent.policy(batch["obs"])
+    error = (mean.tanh() - batch["actions"]).square().sum(-1)[6:].mean()
+    assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error.item(), rel=1e-5)
+    assert "bc_loss" not in make_agent().update(batch)
+
+
+def test_dropout_is_active_in_the_update_of_the_actor_only():
+    agent, plain = make_agent(dropout=0.5), make_agent()
+    obs = np.ones(D, np.float32)
+    assert (agent.act(obs) == agent.act(obs)).all() and (agent.act(obs) == plain.act(obs)).all()
+    critic_only = [each.update(make_batch(), train_actor=False) for each in (agent, plain)]
+    assert critic_only[0]["critic_loss"] == critic_only[1]["critic_loss"]
+    both = [each.update(make_batch(1)) for each in (agent, plain)]
+    assert both[0]["actor_loss"] != both[1]["actor_loss"]
+    assert not agent.actor.training
 
 
 def test_load_gives_the_same_agent(tmp_path):
-    agent = WarmupAgent(Args(hidden_size=16, dropout=0.1), [1.0] * A, np.full(D, 0.5), np.ones(D))
+    args = Args(hidden_size=16, dropout=0.1)
+    agent = WarmupAgent(np.full(D, 0.5), np.ones(D), [1.0] * A, args=args)
     for i in range(3):
         agent.update(make_batch(i))
     torch.save(agent.checkpoint(), tmp_path / "final_model.pth")

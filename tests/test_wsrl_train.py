@@ -4,152 +4,239 @@ import contextlib
 import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-import tyro
 from conftest import ROOT, same, spy
 from conftest import metrics_without_times as rows
+from PIL import Image
 
 import wsrl_warmup
-from wsrl_warmup import Args, main
+from wsrl_warmup import PRESETS, Args, default_options, main
 
-TINY = dict(
-    offline_steps=20, online_steps=30, batch_size=8, hidden_size=16, eval_episodes=1, eval_every=0
-)
-TINY |= dict(log_interval=5, buffer_size=100, device="cpu", data_size=200)
-CLOSE = wsrl_warmup.Run.close
-ENV = wsrl_warmup.make_env("Pendulum-v1")
+gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
+TINY = dict(warmup_steps=20, online_steps=33, batch_size=8, hidden_size=16, eval_episodes=1)
+TINY |= dict(eval_every=1_000, buffer_size=100, device="cpu", env_id="ShortPendulum-v1")
+TINY |= dict(capture_video=False)
+DRAW = wsrl_warmup.Run.finish
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
+    """Options that name a data file of each source, with 22 rows in two episodes"""
     folder = tmp_path_factory.mktemp("data")
-    wsrl_warmup.make_sources(Args(**TINY), ("demos", "suboptimal", "random"), folder)
-    return str(folder)
+    env = wsrl_warmup.make_gym_env("ShortPendulum-v1")
+    options = {}
+    for source in ("suboptimal", "random"):
+        transitions = wsrl_warmup.make_source(env, wsrl_warmup.swing_up, source, 1, num_rows=220)
+        (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
+        options[f"{source}_data_path"] = [str(folder / f"{source}.pkl")]
+    return options
 
 
 @pytest.fixture(autouse=True)
 def no_picture(monkeypatch):
-    monkeypatch.setattr(
-        wsrl_warmup.Run, "close", lambda *_: None
-    )  # drawing takes longer than a tiny run
+    """Drawing takes longer than a tiny run. Metrics are logged every five steps."""
+    monkeypatch.setattr(wsrl_warmup.Run, "finish", lambda *_: None)
+    monkeypatch.setattr(Args, "log_interval", 5)
+
+
+def make_args(folder, data, preset="design", **options):
+    tiny = dict(TINY)
+    if preset in ("rlpd", "scratch"):
+        tiny |= dict(warmup_steps=0, warmup_rollout_steps=5)
+    if preset == "scratch" or options.get("learner"):
+        data = {}
+    defaults = default_options(preset=preset) | tiny | data
+    return Args(**defaults | dict(run_dir=str(folder)) | options)
 
 
 def run(folder, data, **options):
-    return main(Args(**TINY | dict(run_dir=str(folder), data_dir=data) | options))
+    return main(make_args(folder, data, **options))
 
 
-def state(folder):
-    return torch.load(Path(folder) / "latest.pth", weights_only=True)
+def state(folder, name="latest.pth"):
+    return torch.load(Path(folder) / name, weights_only=True)
 
 
 def assert_same_run(a, b):
     assert rows(a) == rows(b)
     one, other = state(a), state(b)
-    for name in ("agent", "online_rb", "offline_rb"):
-        assert (one[name] is None) == (other[name] is None) and same(
-            one[name] or {}, other[name] or {}
-        ), name
-    for left, right in zip(
-        *(x["agent"]["_extra_state"]["optimizers"] for x in (one, other)), strict=True
-    ):
-        assert torch.equal(left["state"][0]["exp_avg_sq"], right["state"][0]["exp_avg_sq"])
+    for name in ("online_rb", "offline_rb"):
+        assert same(one[name], other[name]), name
+    assert same(one["agent"]["model"], other["agent"]["model"])
+    for name in ("critic_optimizer", "actor_optimizer"):
+        left, right = (x["agent"][name]["state"] for x in (one, other))
+        assert left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
 
 
 TABLE = {  # of the page
-    "design": ("sac", 1_500, 0, 0.5, 1.0, 0.999, 0.5, 2, 1, True, "both"),
-    "wsrl": ("calql", 1_500, 5000, 0.0, 0.0, 1.0, 0.0, 10, 4, False, "none"),
-    "rlpd": ("sac", 0, 0, 1.0, 0.5, 1.0, 0.5, 10, 20, False, "none"),
-    "scratch": ("sac", 0, 0, 0.0, 0.0, 1.0, 0.0, 2, 1, False, "none"),
-    "bc": ("bc", 1_500, 0, 1.0, 0.5, 1.0, 0.5, 2, 1, False, "none"),
+    "design": ("sac", 50_000, 0, 0.2, 1.0, 0.5, 2, 1, True, "both"),
+    "wsrl": ("calql", 50_000, 5000, 0.0, 0.0, 0.0, 10, 4, False, "none"),
+    "rlpd": ("sac", 0, 200, 1.0, 0.5, 0.5, 10, 20, False, "none"),
+    "bc": ("bc", 50_000, 0, 1.0, 0.5, 0.5, 2, 1, False, "none"),
+    "scratch": ("sac", 0, 200, 0.0, 0.0, 0.0, 2, 1, False, "none"),
 }
-NAMES = "offline_objective offline_steps warmup_rollout_steps retention_ratio initial_offline_ratio offline_decay_rate"
-NAMES += " min_offline_ratio num_critics utd_ratio use_prioritized_replay weighted_loss"
+NAMES = "offline_objective warmup_steps warmup_rollout_steps retention_ratio initial_offline_ratio "
+NAMES += "min_offline_ratio num_critics utd_ratio use_prioritized_replay weighted_loss"
 
 
 @pytest.mark.parametrize("preset", TABLE)
-def test_presets_resolve_as_in_the_table_and_run(preset, tmp_path, data, capsys, monkeypatch):
-    monkeypatch.setattr(wsrl_warmup.Run, "close", CLOSE if preset == "design" else lambda *_: None)
-    args, folder, online_only = Args(preset=preset), tmp_path / "run", preset in ("rlpd", "scratch")
+def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, monkeypatch):
+    monkeypatch.setattr(wsrl_warmup.Run, "finish", DRAW if preset == "design" else lambda *_: None)
+    options = default_options("Own-v0", preset)
+    args = Args(**options)
     assert tuple(getattr(args, name) for name in NAMES.split()) == TABLE[preset] and args.layer_norm
-    assert (
-        Args(preset=preset, num_critics=3, utd_ratio=7).num_critics == 3
-    )  # an explicit option wins
-    own = (
-        dict(learning_starts=5, offline_steps=0)
-        if online_only
-        else dict(warmup_rollout_steps=5, online_steps=25)
+    assert args.offline_decay_rate == 0.999
+    folder = tmp_path / "run"
+    online = dict(
+        warmup_rollout_steps=5,
+        utd_ratio=2,
+        retention_ratio=PRESETS[preset].get("retention_ratio", 0.5),
     )
-    metrics = run(folder, data, preset=preset, utd_ratio=2, **own)
+    metrics = run(folder, data, preset=preset, **online)
     out, last = capsys.readouterr().out, rows(folder)[-1]
-    assert metrics["charts/env_steps"] == 30 and f"preset {preset}: " in out
-    assert ("switch: return of suboptimal -" in out) != online_only
-    assert (
-        last["buffer/offline_size"] == 400 * args.retention_ratio
-        and last["buffer/online_size"] == 30
-    )
-    assert (folder / "final_model.pth").exists()
+    assert metrics["charts/env_steps"] == 33
+    assert ("after the warm-up: return" in out) == (args.warmup_steps > 0)
+    kept = 440 * online["retention_ratio"]
+    assert (last["buffer/offline_size"], last["buffer/online_size"]) == (kept, 33)
+    updates = (33 - 5) * 2 + (20 if args.warmup_steps else 0)
+    assert last["charts/updates"] == updates
     if preset == "design":
-        assert json.loads((folder / "args.json").read_text())["retention_ratio"] == 0.5
-        assert json.loads((folder / "summary.json").read_text())["global_step"] == 50
+        saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+        assert saved["retention_ratio"] == 0.5
+        assert json.loads((folder / "summary.json").read_text())["global_step"] == 53
         assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+        lines = out.splitlines()[-3:]
+        first = rows(folder)[0]["eval/episodic_return"]
+        change = f"{first:.1f} -> {last['eval/episodic_return']:.1f}"
+        assert lines[0].startswith(f"eval/episodic_return {change}, 33 environment steps, ")
+        assert str(folder) in lines[1] and "final_model.pth" in lines[2]
 
 
+def parse_args(words):
+    """As the command line does"""
+    with mock.patch.object(sys, "argv", ["wsrl_warmup.py", *words]):
+        return wsrl_warmup.parse_args()
+
+
+# --- two stages ---
 @pytest.mark.parametrize(
     "own",
-    [{}, dict(preset="wsrl", warmup_rollout_steps=5), dict(preset="bc", online_bc_weight=1.0)],
+    [
+        {},
+        dict(preset="wsrl", warmup_rollout_steps=5),
+        dict(preset="bc", bc_weight=1.0),
+        dict(early_stop_patience=99, obs_noise=0.1),
+    ],
 )
 def test_two_commands_are_one_run(own, tmp_path, data):
-    """The design document's pair: the second names checkpoint and kept rows, no --stage, and overwrites neither."""
+    """The second reads the agent and the rows that the first kept, and overwrites neither."""
     hand = own | dict(checkpoint_path=str(tmp_path / "warm.pth"))
-    hand |= (
-        {} if own.get("preset") == "wsrl" else dict(filtered_data_path=str(tmp_path / "kept.pth"))
-    )
     run(tmp_path / "both", data, **own)
-    run(tmp_path / "first", data, stage="offline", **hand)
+    run(tmp_path / "first", data, **hand)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    run(tmp_path / "second", "nowhere", **hand)  # needs no offline data any more
+    assert sorted(before) == ["filtered_demos.pkl", "warm.pth"]
+    if own.get("preset") != "wsrl":  # which keeps no rows
+        hand["demo_path"] = str(tmp_path / "filtered_demos.pkl")
+    run(tmp_path / "second", {}, **hand, learner=True)
     whole = rows(tmp_path / "both")
     assert rows(tmp_path / "first") == [row for row in whole if row["global_step"] <= 20]
-    assert rows(tmp_path / "second") == [row for row in whole if row["global_step"] > 20]
+    second = rows(tmp_path / "second")
+    assert second[0]["eval/episodic_return"] == rows(tmp_path / "first")[-1]["eval/episodic_return"]
+    assert second[1:] == [row for row in whole if row["global_step"] > 20]
     assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
-    assert same(state(tmp_path / "both")["agent"], state(tmp_path / "second")["agent"])
-    if "filtered_data_path" in hand:
-        assert len(torch.load(hand["filtered_data_path"])["priorities"]) == (400 if own else 200)
-    for wrong in ("checkpoint_path", "filtered_data_path"):
-        with pytest.raises(SystemExit, match="final_model.pth does not hold what is needed"):
-            run(tmp_path / "third", data, **hand | {wrong: str(tmp_path / "first/final_model.pth")})
+    both, learner = state(tmp_path / "both")["agent"], state(tmp_path / "second")["agent"]
+    assert same(both["model"], learner["model"])
 
 
+def command(text, folder, **kwargs):
+    words = [sys.executable, str(ROOT / "wsrl_warmup.py"), *text.split()]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def test_the_commands_of_the_design_document(tmp_path):
+    """As they stand, but for the script's name and fewer steps: stage one ends offline, stage two reads its files."""
+    env = wsrl_warmup.make_gym_env("Pendulum-v1")
+    demos = wsrl_warmup.make_source(env, wsrl_warmup.swing_up, "demos", 1, num_rows=400)
+    (tmp_path / "demos.pkl").write_bytes(pickle.dumps(demos))
+    short = "--eval-episodes=1 --batch-size=16"
+    first = command(
+        "--exp_name=hirol_fixed_gripper --offline_data_path=demos.pkl --warmup_steps=50 "
+        f"--checkpoint_path=warmup_ckpt {short}",
+        tmp_path,
+    )
+    assert first.returncode == 0, first.stderr
+    assert "0 environment steps" in first.stdout
+    assert len(pickle.loads((tmp_path / "filtered_demos.pkl").read_bytes())) == 200
+    second = command(
+        "--exp_name=hirol_fixed_gripper --checkpoint_path=warmup_ckpt "
+        "--demo_path=filtered_demos.pkl --learner --online-steps=210",
+        tmp_path,
+    )
+    assert second.returncode == 0, second.stderr
+    assert "210 environment steps" in second.stdout
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 2 and all(run.name.startswith("hirol_fixed_gripper__1__") for run in runs)
+    args = json.loads((runs[1] / "args.json").read_text(encoding="utf-8"))
+    assert args["batch_size"] == 16 and args["warmup_steps"] == 50, "options of stage one"
+    assert args["offline_data_path"] == []
+    assert rows(runs[1])[-1]["global_step"] == 260
+    again = command("--warmup_steps=50 --checkpoint_path=warmup_ckpt", tmp_path)
+    assert again.returncode == 1 and "warmup_ckpt already exists" in again.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_stage_two_takes_the_preset_of_stage_one(tmp_path, data, monkeypatch, capsys):
+    run(tmp_path / "first", data, preset="bc", lr=5e-3, checkpoint_path=str(tmp_path / "warm"))
+    typed = f"--learner --checkpoint-path {tmp_path}/warm --demo-path {tmp_path}/filtered_demos.pkl"
+    args = parse_args([*typed.split(), "--run-dir", str(tmp_path / "second")])
+    assert (args.preset, args.initial_offline_ratio, args.lr) == ("bc", 0.5, 5e-3)
+    assert args.suboptimal_data_path == [] and args.env_id == "ShortPendulum-v1"
+    args = parse_args([*typed.split(), "--lr", "1e-3"])
+    assert args.lr == 1e-3 and args.preset == "bc"
+    assert "changed: --lr 0.005 -> 0.001" in capsys.readouterr().out
+
+
+def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
+    """--demo-path may name demonstrations that no warm-up has written: they are rated like demos."""
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    hand = dict(checkpoint_path=str(tmp_path / "warm"), learner=True)
+    run(tmp_path / "second", {}, **hand, demo_path=data["suboptimal_data_path"][0])
+    assert rows(tmp_path / "second")[-1]["buffer/offline_size"] == 220
+    for wrong in ("warm", "first/final_model.pth"):
+        with pytest.raises(SystemExit, match="data file"):
+            run(tmp_path / "third", {}, **hand, demo_path=str(tmp_path / wrong))
+    demos = data["suboptimal_data_path"][0]
+    with pytest.raises(SystemExit, match="does not hold an agent"):
+        run(tmp_path / "third", {}, checkpoint_path=demos, learner=True, demo_path=demos)
+    assert not (tmp_path / "third").exists(), "an empty run folder stays behind"
+
+
+# --- resume ---
 class Killed(BaseException):
     pass
 
 
-gym.register("ShortPendulum-v1", "gymnasium.envs.classic_control:PendulumEnv", max_episode_steps=11)
 RUNS = [{}, dict(preset="wsrl", warmup_rollout_steps=12, num_critics=3)]
-RUNS += [dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3)]
 RUNS += [
-    dict(
-        preset="scratch",
-        env_id="ShortPendulum-v1",
-        offline_steps=0,
-        online_steps=50,
-        learning_starts=48,
-    )
+    dict(dropout=0.1, obs_noise=0.1, early_stop_patience=3),
+    dict(preset="scratch", online_steps=53),
 ]
 
 
 @pytest.mark.parametrize("own", RUNS)
 def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
-    """Offline, at the transition, in the frozen rollouts, inside an episode: checkpoints everywhere, kills between."""
+    """Offline, at the switch, in the frozen rollouts, inside an episode: checkpoints everywhere, kills between."""
     run(tmp_path / "whole", data, **own)
     log = wsrl_warmup.Run.log
     for kill_at in (5, 20, 45):  # 5: before the first checkpoint
@@ -168,118 +255,119 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
 
 
 def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
-    write = wsrl_warmup.save_checkpoint
+    write = wsrl_warmup.write_checkpoint
     for kill_at in (
         3,
         4,
-        5,
-    ):  # checkpoints after 7 and 14 updates, then kept rows, warm-up, checkpoint
+    ):  # checkpoints after 7 and 14 updates, then the warm-up, then a checkpoint
         calls, folder = [], tmp_path / str(kill_at)
+        folder.mkdir()
 
-        def dying(path, state, calls=calls, kill_at=kill_at):
-            write(path, state)
+        def dying(path, calls=calls, kill_at=kill_at, **state):
+            write(path, **state)
             calls.append(path.name)
             if len(calls) == kill_at:
                 raise Killed
 
-        hand = dict(stage="offline", filtered_data_path=f"{folder}/new/kept.pth", save_every=7)
-        hand |= dict(checkpoint_path=f"{folder}/new/warm.pth")
+        hand = dict(checkpoint_path=f"{folder}/warm.pth", save_every=7)
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(wsrl_warmup, "save_checkpoint", dying)
+            patch.setattr(wsrl_warmup, "write_checkpoint", dying)
             run(folder / "run", data, **hand)
         run(folder / "run", data, **hand, resume=True)
-        assert sorted(path.name for path in (folder / "new").iterdir()) == ["kept.pth", "warm.pth"]
-    assert calls == ["latest.pth", "latest.pth", "kept.pth", "warm.pth", "latest.pth"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "filtered_demos.pkl",
+            "run",
+            "warm.pth",
+        ]
+        assert (folder / "run" / "final_model.pth").exists()
+    assert calls == ["latest.pth", "latest.pth", "warm.pth", "latest.pth"]
 
 
-def test_sigkill_then_resume_from_the_command_line(tmp_path, data):
-    options = dict(online_steps=60, save_every=10)
-    run(tmp_path / "whole", data, **options)
-    flags = TINY | options | dict(run_dir=tmp_path / "killed", data_dir=data)
-    command = [
-        word
-        for name, value in flags.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "wsrl_warmup.py"), *command], stdout=subprocess.DEVNULL
-    )
+def test_sigkill_then_resume_without_typing_the_options_again(tmp_path):
+    flags = "--warmup-steps 60 --online-steps 450 --batch-size 16 --eval-episodes 1 --save-every 10"
+    flags += " --no-capture-video --retention-ratio 0.3 --seed 3"
+    assert command(f"{flags} --run-dir whole", tmp_path).returncode == 0
+    words = [sys.executable, str(ROOT / "wsrl_warmup.py"), *flags.split(), "--run-dir", "killed"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL)
     while not (tmp_path / "killed" / "latest.pth").exists():
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    run(tmp_path / "killed", data, **options, resume=True)
+    assert not (tmp_path / "killed" / "final_model.pth").exists()
+    resumed = command("--run-dir killed --resume", tmp_path)
+    assert resumed.returncode == 0 and "resuming after step" in resumed.stdout, resumed.stderr
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    saved = json.loads((tmp_path / "killed" / "args.json").read_text(encoding="utf-8"))
+    assert (saved["retention_ratio"], saved["seed"], saved["batch_size"]) == (0.3, 3, 16)
+
+
+def test_a_resumed_run_with_a_larger_buffer_trains_on_no_row_of_zeros(tmp_path, data, monkeypatch):
+    """The old ring had wrapped around; every row that is drawn afterwards was written by the environment."""
+    own = dict(preset="scratch", buffer_size=12, save_every=11)
+    run(tmp_path / "run", data, **own, online_steps=22)
+    drawn = spy(monkeypatch, wsrl_warmup, "sample_mixed")
+    own["buffer_size"] = 40
+    run(tmp_path / "run", data, **own, online_steps=33, resume=True)
+    batches = [result[0] for _, result in drawn]
+    assert len(batches) == 11
+    norms = torch.cat([batch["obs"][:, :2] for batch in batches]).norm(dim=1)  # cos and sin
+    assert norms.numpy() == pytest.approx(1, abs=1e-5)
+    assert len(state(tmp_path / "run")["online_rb"]["priorities"]) == 23  # 12 kept, 11 new
 
 
 @pytest.mark.parametrize("fault", ["signal", "raises", "nan"])
-def test_a_signal_or_an_arm_that_fails_costs_nothing_learned(fault, tmp_path, data, monkeypatch):
-    """Saved, then the end or the traceback; a NaN observation is never answered. Resumed: the run without it."""
+def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, data, monkeypatch):
+    """A signal waits for the end of the episode. After an error the run is saved, and a new episode starts."""
     run(tmp_path / "whole", data)
-    actions, step = [], wsrl_warmup.Collector.step
+    steps, step = [], gym.wrappers.RecordEpisodeStatistics.step
 
     def broken(self, action):
-        actions.append(action)
-        if len(actions) == 13 and fault == "signal":
+        steps.append(action)
+        obs, *others = step(self, action)
+        if (
+            len(steps) == 24 and fault == "signal"
+        ):  # 11 steps are the first evaluation, 11 the second
             os.kill(os.getpid(), signal.SIGTERM)
-        elif len(actions) == 13 and fault == "raises":
+        elif len(steps) == 24 and fault == "raises":
             raise OSError("the arm is stuck")
-        elif len(actions) == 13:
-            self.env = gym.wrappers.TransformObservation(self.env, lambda obs: obs * np.nan, None)
-        return step(self, action)
+        elif len(steps) == 24:
+            obs = obs * np.nan
+        return obs, *others
 
-    error = (
-        contextlib.nullcontext()
-        if fault == "signal"
-        else pytest.raises((OSError, ValueError), match="stuck|gave")
-    )
+    error = contextlib.nullcontext()
+    if fault != "signal":
+        error = pytest.raises((OSError, ValueError), match="stuck|not finite")
     with monkeypatch.context() as patch, error:
-        patch.setattr(wsrl_warmup.Collector, "step", broken)
+        patch.setattr(gym.wrappers.RecordEpisodeStatistics, "step", broken)
         run(tmp_path / "run", data)
-    assert state(tmp_path / "run")["step"] == 32 + (fault == "signal")
-    assert len(actions) == 13 and np.isfinite(actions).all()
+    saved = state(tmp_path / "run")["progress"]["global_step"]
+    assert saved == {"signal": 20 + 11}.get(fault, 20 + 1)
     with pytest.raises(FileExistsError):
         run(tmp_path / "run", data)  # no run overwrites another
     run(tmp_path / "run", data, resume=True)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert rows(tmp_path / "run")[-1]["global_step"] == 53
+    if fault == "signal":
+        assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_no_action_answers_a_nan_of_reset():
-    collector = wsrl_warmup.Collector(
-        Args(), gym.wrappers.TransformObservation(ENV, lambda obs: obs * np.nan, None)
-    )
-    with pytest.raises(ValueError, match="gave the observation"):
-        collector.act(None, 1, random=True)
-
-
-def test_an_episode_that_cannot_be_played_again_is_left(tmp_path, data, monkeypatch):
-    run(tmp_path / "run", data)
-    saved = state(tmp_path / "run")["collector"]
-    collector = wsrl_warmup.Collector(Args(**TINY), ENV)
-    collector.load_state_dict(saved)
-    assert np.array_equal(collector.obs, saved["obs"].numpy()) and len(collector.actions) == 30
-    collector.load_state_dict(saved | dict(obs=saved["obs"] + 1))
-    assert collector.obs is None and collector.actions == []
-
-
+# --- what reaches an update ---
 def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
-    hand = dict(warmup_rollout_steps=30, online_steps=0, checkpoint_path=str(tmp_path / "warm.pth"))
-    run(tmp_path / "run", data, preset="wsrl", **hand)
-    before, after = torch.load(tmp_path / "warm.pth", weights_only=True), state(tmp_path / "run")
-    assert same(before["agent"], after["agent"])
-    moments = [s["agent"]["_extra_state"]["optimizers"][0]["state"][0] for s in (before, after)]
-    assert (
-        torch.equal(moments[0]["exp_avg"], moments[1]["exp_avg"])
-        and moments[0]["step"] == moments[1]["step"]
-    )
-    stored = after["online_rb"]["rows"].numpy().view(wsrl_warmup.row_dtype(ENV))
+    hand = dict(warmup_rollout_steps=33, checkpoint_path=str(tmp_path / "warm.pth"))
+    run(tmp_path / "first", data, preset="wsrl", **hand)
+    run(tmp_path / "run", {}, preset="wsrl", **hand, learner=True)
+    before, after = state(tmp_path, "warm.pth"), state(tmp_path / "run")["agent"]
+    assert same(before["model"], after["model"]) and before["updates"] == after["updates"] == 20
+    stored = state(tmp_path / "run")["online_rb"]["rows"].numpy()
+    env = wsrl_warmup.make_gym_env("ShortPendulum-v1")
+    stored = stored.view(wsrl_warmup.make_row_dtype(env))
     agent = wsrl_warmup.WarmupAgent.load(tmp_path / "warm.pth")
-    for step, row in zip(
-        range(21, 51), stored, strict=True
-    ):  # the policy's sample, not its mean, not a random action
-        noise = np.random.default_rng([1, 3, step]).standard_normal(1, np.float32)
-        assert row["actions"] == pytest.approx(agent.act(row["obs"], noise))
+    for step, row in enumerate(stored, 1):  # a sample of the policy, not its mean, not at random
+        rng = wsrl_warmup.random_numbers(1, "step", step)
+        if step % 11 == 1:
+            rng.integers(2**31)  # the seed of an episode
+        noise = torch.from_numpy(rng.standard_normal(1, np.float32))
+        assert row["actions"] == pytest.approx(agent.act(row["obs"], noise), abs=1e-6)
 
 
 def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
@@ -295,167 +383,208 @@ def test_rows_with_share_zero_may_hold_anything(tmp_path, data, monkeypatch):
     keep = wsrl_warmup.filter_offline_data
     monkeypatch.setattr(wsrl_warmup, "filter_offline_data", poisoned)
     run(tmp_path / "poisoned", data, **own)
-    assert rows(tmp_path / "clean") == rows(tmp_path / "poisoned")
-
-
-def test_a_weight_of_zero_is_the_plain_path(tmp_path, data):
-    plain = dict(use_prioritized_replay=False, weighted_loss="none", offline_objective="sac")
-    run(tmp_path / "plain", data, **plain)
-    run(
-        tmp_path / "zero",
-        data,
-        **plain | dict(offline_objective="cql", cql_alpha=0.0),
-        priority_beta=0.9,
-    )
-    assert rows(tmp_path / "plain") == rows(tmp_path / "zero")
+    assert rows(tmp_path / "clean")[-1] == rows(tmp_path / "poisoned")[-1]
 
 
 def test_what_reaches_an_update(tmp_path, data, monkeypatch):
-    """Offline share and beta over the run, the conservative weight of each stage, the actor once in a step."""
+    """Offline share and beta over the run, the objective of each stage, the actor once in a step."""
     drawn, updates = spy(monkeypatch, wsrl_warmup, "sample_mixed"), []
     update = wsrl_warmup.WarmupAgent.update
 
-    def watch(self, batch, full):
-        updates.append((full, self.cql_alpha))
-        return update(self, batch, full)
+    def watch(self, batch, train_actor, method):
+        updates.append((train_actor, method))
+        return update(self, batch, train_actor, method)
 
     monkeypatch.setattr(wsrl_warmup.WarmupAgent, "update", watch)
-    options = dict(
-        offline_objective="cql",
-        cql_alpha=0.5,
-        online_cql_alpha=0.25,
-        offline_decay_rate=0.9,
-        batch_size=10,
-    )
-    run(tmp_path / "run", data, utd_ratio=3, **options)
-    splits, betas = [args[2] for args, _ in drawn], [args[3] for args, _ in drawn]
-    assert splits[:20] == [(10, 0)] * 20 and splits[20::3][:5] == [(10 - n, n) for n in range(1, 6)]
-    assert splits[-1] == (5, 5)
+    options = dict(offline_objective="cql", offline_decay_rate=0.9, batch_size=10, obs_noise=0.2)
+    run(tmp_path / "run", data, utd_ratio=3, online_steps=30, **options)
+    splits = [(len(result[1]), len(result[2])) for _, result in drawn]
+    betas, noises = [args[4] for args, _ in drawn], [args[5] for args, _ in drawn]
+    assert splits[:20] == [(10, 0)] * 20
+    assert splits[20::3][:5] == [(10 - n, n) for n in range(1, 6)] and splits[-1] == (5, 5)
     assert [betas[0], betas[19], betas[20], betas[-1]] == pytest.approx([0.412, 0.64, 0.652, 1.0])
-    assert updates == [(True, 0.5)] * 20 + [(False, 0.25), (False, 0.25), (True, 0.25)] * 30
+    assert noises == [0.2] * 20 + [0.0] * 90
+    assert updates == [(True, "cql")] * 20 + [(False, "sac"), (False, "sac"), (True, "sac")] * 30
 
 
 class Ends(gym.Env):
-    """Terminates at the third step, or is cut off there."""
+    """Ends at the third step: terminates, or is cut off."""
 
-    observation_space, action_space, scale = (
-        gym.spaces.Box(0, 9, (3,)),
-        gym.spaces.Box(-1, 1, (1,)),
-        [1.0],
-    )
+    observation_space = gym.spaces.Box(0, 9, (3,))
+    action_space = gym.spaces.Box(-1, 1, (1,))
+    terminates = True
 
-    def __init__(self, terminated):
-        self.terminated = terminated
-
-    def reset(self, seed):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
         self.t = 0
         return np.zeros(3, np.float32), {}
 
     def step(self, action):
         self.t += 1
         ended = self.t == 3
-        return (
-            np.full(3, self.t, np.float32),
-            1.0,
-            ended and self.terminated,
-            ended and not self.terminated,
-            {},
-        )
+        obs = np.full(3, self.t, np.float32)
+        return obs, 1.0, ended and self.terminates, ended and not self.terminates, {}
 
 
-@pytest.mark.parametrize("terminated", [True, False])
-def test_only_a_termination_ends_the_value(terminated):
-    collector = wsrl_warmup.Collector(Args(reward_scale=1.0), Ends(terminated))
-    stored = [collector.step(collector.act(None, step, random=True))[0] for step in range(4)]
-    assert [row["masks"] for row in stored] == [1, 1, float(not terminated), 1]
-    assert (
-        stored[2]["next_obs"][0] == 3 and stored[3]["obs"][0] == 0
-    )  # the true last frame, then a new episode
-    assert collector.episodes == [[3.0, 3]]
+gym.register("Ends-v0", Ends)
+
+
+@pytest.mark.parametrize("terminates", [True, False])
+def test_only_a_termination_ends_the_value(terminates, tmp_path, monkeypatch):
+    monkeypatch.setattr(Ends, "terminates", terminates)
+    run(tmp_path / "run", {}, preset="scratch", env_id="Ends-v0", online_steps=6)
+    stored = state(tmp_path / "run")["online_rb"]["rows"].numpy()
+    stored = stored.view(wsrl_warmup.make_row_dtype(wsrl_warmup.make_gym_env("Ends-v0")))
+    assert stored["masks"].tolist() == [1, 1, float(not terminates)] * 2
+    # the true last observation, then a new episode
+    assert stored["next_obs"][:, 0].tolist() == [1, 2, 3] * 2 and stored["obs"][3, 0] == 0
+    last = rows(tmp_path / "run")[-1]
+    assert last["charts/episodic_return"] == last["charts/episodic_length"] == 3
+
+
+@pytest.mark.parametrize("name", ["is_success", "success", "succeed"])
+def test_success_by_any_of_its_names(name):
+    assert wsrl_warmup.is_success({name: True}, False, 0.0)
+    assert not wsrl_warmup.is_success({name: False}, True, 1.0)
+    assert wsrl_warmup.is_success({}, True, 1.0) and not wsrl_warmup.is_success({}, True, 0.0)
 
 
 def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
-    errors, kept, judge = iter([3.0, 2.0, 5.0, 4.0, 1.0]), [], wsrl_warmup.WarmupAgent.errors
+    errors, kept, judge = iter([3.0, 2.0, 5.0, 4.0, 1.0]), [], wsrl_warmup.WarmupAgent.td_errors
 
     def watch(self, batch):
-        if len(batch["rewards"]) == 400:  # retention, afterwards
+        if len(batch["rewards"]) > 44:  # retention, afterwards
             return judge(self, batch)
-        assert len(batch["rewards"]) == 200  # one of the three episodes is held out
+        assert len(batch["rewards"]) == 44  # four of the forty episodes are held out
         kept.append(copy.deepcopy(self.state_dict()))
-        return torch.full((2, 4), next(errors) ** 0.5), torch.tensor(
-            [0.0, 1.0, 0.0, 1.0]
-        ) * 3**0.5  # variance 1
+        variance_one = torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5
+        return torch.full((2, 4), next(errors) ** 0.5), variance_one
 
-    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "errors", watch)
-    hand = dict(
-        checkpoint_path=str(tmp_path / "warm.pth"), sources=("demos", "suboptimal", "random")
-    )
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "td_errors", watch)
+    hand = dict(checkpoint_path=str(tmp_path / "warm.pth"))
     run(tmp_path / "run", data, early_stop_patience=2, **hand)
-    assert len(kept) == 4 and "early stop after 4 updates" in capsys.readouterr().out
-    warm = torch.load(tmp_path / "warm.pth", weights_only=True)
-    assert same(kept[1], warm["agent"]) and warm["step"] == 20
-    judged = [
-        row["losses/heldout_error"]
-        for row in rows(tmp_path / "run")
-        if "losses/heldout_error" in row
-    ]
-    assert judged == pytest.approx([3, 2, 5, 4])
+    assert len(kept) == 4 and "early stop of the warm-up after 4 updates" in capsys.readouterr().out
+    warm = state(tmp_path, "warm.pth")
+    assert same(kept[1], warm["model"]) and state(tmp_path / "run")["progress"]["global_step"] == 20
+    name = "losses/heldout_error"
+    assert [row[name] for row in rows(tmp_path / "run") if name in row] == pytest.approx(
+        [3, 2, 5, 4]
+    )
 
 
-def test_normalised_by_the_offline_statistics(tmp_path, data):
+def test_normalized_by_the_offline_statistics(tmp_path, data):
     run(tmp_path / "run", data)
-    obs = np.concatenate(
-        [np.load(f"{data}/{name}.npz")["obs"] for name in ("suboptimal", "random")]
-    )
-    weights = state(tmp_path / "run")["agent"]
+    sources = [pickle.loads(Path(paths[0]).read_bytes()) for paths in data.values()]
+    obs = np.stack([row["observations"] for source in sources for row in source])
+    weights = state(tmp_path / "run")["agent"]["model"]
     assert weights["critic.encoder.mean"].numpy() == pytest.approx(obs.mean(0), abs=1e-4)
-    assert weights["critic_target.encoder.std"].numpy() == pytest.approx(obs.std(0), rel=1e-3)
-    run(
-        tmp_path / "scratch", data, preset="scratch", offline_steps=0, learning_starts=10
-    )  # the space's own bounds
-    assert state(tmp_path / "scratch")["agent"]["critic.encoder.std"].tolist() == [1, 1, 8]
+    floor = np.maximum(obs.std(0), [0.3, 0.3, 2.4])
+    assert weights["critic_target.encoder.std"].numpy() == pytest.approx(floor, rel=1e-3)
+    run(tmp_path / "scratch", {}, preset="scratch")  # the bounds of the space
+    weights = state(tmp_path / "scratch")["agent"]["model"]
+    assert weights["critic.encoder.std"].tolist() == [1, 1, 8]
 
 
-def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "kept.pth").touch()
-    (tmp_path / "warm.pth").touch()
-    kept = dict(checkpoint_path="no.pth", filtered_data_path="kept.pth")
-    for own in (dict(stage="both", checkpoint_path="warm.pth"), kept):
-        with pytest.raises(ValueError, match="nothing is overwritten"):
-            Args(**{k: str(tmp_path / v) if "path" in k else v for k, v in own.items()})
-    with pytest.raises(SystemExit, match="absent.npz"):
-        main(
-            tyro.cli(
-                Args,
-                args=[
-                    "--offline-data",
-                    f"demos={tmp_path}/absent.npz",
-                    "--run-dir",
-                    f"{tmp_path}/run",
-                ],
-            )
-        )
-    assert not (tmp_path / "run").exists()
+# --- options ---
+def test_the_built_in_task_has_its_own_defaults_and_help_shows_true_numbers(capsys):
+    assert parse_args([]).warmup_steps == 1_500
+    args = parse_args(["--preset", "wsrl", "--num-critics", "3"])
+    assert (args.offline_objective, args.num_critics, args.utd_ratio) == ("calql", 3, 4)
+    args = parse_args(["--env-id", "Reacher-v5", "--offline-data-path", "a.npz", "b.pkl"])
+    assert (args.warmup_steps, args.hidden_size, args.retention_ratio) == (50_000, 256, 0.2)
+    assert args.offline_data_path == ["a.npz", "b.pkl"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        parse_args(["--preset", "rlpd", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(default: 20)" in shown.split("--utd-ratio")[1][:200]
+    assert "(default: 1500)" not in shown.split("--warmup-steps")[1][:200]
 
 
-def test_names_of_the_design_work(tmp_path):
-    flags = "--exp_name hirol --offline_data_path demos.pkl --warmup_steps 50 --checkpoint_path w"
-    args = tyro.cli(wsrl_warmup.WSRLConfig, args=flags.split())
-    assert args.offline_steps == 50 and args.offline_data == ("demos.pkl",)
-    assert args.run_dir.startswith("runs/hirol__1__")
-    (tmp_path / "w").touch()
-    flags = f"--exp_name hirol --checkpoint_path {tmp_path}/w --demo_path f.pkl --learner"
-    args = tyro.cli(Args, args=flags.split())
-    assert args.stage == "online" and args.filtered_data_path == "f.pkl" and args.demo_weight == 2.0
-    assert (args.success_weight_bonus, args.priority_alpha, args.priority_beta) == (1.5, 0.6, 0.4)
-    args = tyro.cli(Args, args="--offline-data demos=a.npz:2.0 --offline-data random=b.pkl".split())
-    assert args.offline_data == ("demos=a.npz:2.0", "random=b.pkl")
-
-
-def test_demos_by_a_short_sac_run(tmp_path, monkeypatch):
-    """No script for this environment: policies of the middle and of the end of a run play the episodes."""
-    args = Args(**TINY | dict(env_id="ShortPendulum-v1", data_size=22))
-    wsrl_warmup.make_sources(args, ("demos", "suboptimal"), tmp_path)
-    assert all(
-        len(np.load(tmp_path / f"{name}.npz")["rewards"]) == 22 for name in ("demos", "suboptimal")
+def test_names_of_the_design_document():
+    args = wsrl_warmup.WSRLConfig()
+    assert (args.warmup_steps, args.initial_offline_ratio, args.offline_decay_rate) == (
+        50_000,
+        1.0,
+        0.999,
     )
+    assert (args.min_offline_ratio, args.demo_weight, args.success_weight_bonus) == (0.5, 2.0, 1.5)
+    assert (args.retention_ratio, args.use_prioritized_replay, args.priority_alpha) == (
+        0.2,
+        True,
+        0.6,
+    )
+    assert wsrl_warmup.priority_beta_schedule(0) == 0.4
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(env_id="MountainCarContinuous-v0"), "--offline-data-path"),
+        (dict(offline_data_path=["absent.npz"]), "absent.npz"),
+        (dict(checkpoint_path=__file__), "overwrites nothing"),
+        (dict(checkpoint_path="w", demo_path=__file__), "overwrites nothing"),
+    ],
+)
+def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, words, tmp_path):
+    args = Args(**default_options() | options | dict(run_dir=f"{tmp_path}/run"))
+    with pytest.raises(SystemExit, match=words):
+        main(args)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(retention_ratio=0.0),
+        dict(min_offline_ratio=0.9, initial_offline_ratio=0.5),
+        dict(warmup_steps=-1),
+        dict(resume=True),
+        dict(gamma=1.5),
+        dict(lr=float("nan")),
+        dict(learner=True),
+        dict(demo_path="x.pkl"),
+        dict(learner=True, checkpoint_path="w"),
+        dict(PRESETS["wsrl"], learner=True, checkpoint_path="w", demo_path="x.pkl"),
+        dict(PRESETS["scratch"], offline_data_path=["a.npz"]),
+    ],
+)
+def test_values_that_make_no_sense(options):
+    with pytest.raises(ValueError):
+        Args(**options)
+
+
+# --- something to look at ---
+def test_policy_gif_shows_an_episode_before_and_after(tmp_path):
+    run(
+        tmp_path / "run",
+        {},
+        preset="scratch",
+        env_id="Pendulum-v1",
+        online_steps=10,
+        capture_video=True,
+    )
+    for name in ("policy_before.gif", "policy.gif"):
+        with Image.open(tmp_path / "run" / name) as image:
+            assert image.size == (320, 320) and image.n_frames == 50  # every fourth of 200 steps
+            frames = []
+            for i in (0, 20):
+                image.seek(i)
+                frames.append(np.asarray(image.convert("RGB")))
+        assert (frames[0] != frames[1]).any()
+
+
+def test_an_environment_that_cannot_draw_itself_says_so_and_goes_on(tmp_path, capsys):
+    run(
+        tmp_path / "run", {}, preset="scratch", env_id="Ends-v0", online_steps=6, capture_video=True
+    )
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no policy")]
+    assert [line.split(":")[0] for line in lines] == ["no policy_before.gif", "no policy.gif"]
+    assert (tmp_path / "run" / "final_model.pth").exists()
+    assert not list((tmp_path / "run").glob("*.gif"))
+
+
+def test_videos_change_no_number(tmp_path, data):
+    run(tmp_path / "without", data)
+    run(tmp_path / "with", data, capture_video=True, env_id="ShortPendulum-v1")
+    assert rows(tmp_path / "without") == rows(tmp_path / "with")
