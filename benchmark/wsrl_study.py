@@ -342,7 +342,7 @@ def plot(path):
         axes[-1].set(title="MountainCarContinuous-v0, a clone goes online")
         axes[-1].set(xlabel="online environment steps after the warm-up")
         axes[-1].set_ylabel("return, mean of five seeds")
-        axes[-1].legend(fontsize=8, loc="center left")
+        axes[-1].legend(fontsize=8, loc=(0.3, 0.45))
     for axis in figure.axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=90)
