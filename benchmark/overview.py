@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).resolve().parent
 REPLAY = {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay": "PPO + replay"}
 PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: label}, message, labels of the axes
-    ("lag_study.csv", dict(part="fast"), "correction", "lag", "end",
+    ("lag_study.csv", dict(part="default", learning_rate="0.0003"), "correction", "lag", "end",
      {name: name for name in ("none", "behaviour", "decoupled", "dppo", "m2po")},
      "Stale samples at a high learning rate:\nonly a tie to the sampler survives", "lag, iterations", "accuracy"),
-    ("replay_study.csv", dict(task="rare"), "arm", "answers", "accuracy", REPLAY,
-     "1 answer in 100 is right: replay and\nimitation are sooner than plain PPO", "answers generated", "accuracy"),
-    ("replay_study.csv", dict(task="noisy"), "arm", "answers", "accuracy", REPLAY,
-     "1 verdict in 10 is wrong:\nimitation copies luck", "answers generated", "accuracy"),
+    ("replay_study.csv", dict(task="rare"), "arm", "responses", "accuracy", REPLAY,
+     "1 answer in 100 is right: replay and\nimitation are sooner than plain PPO", "responses generated", "accuracy"),
+    ("replay_study.csv", dict(task="noisy"), "arm", "responses", "accuracy", REPLAY,
+     "1 verdict in 10 is wrong:\nimitation copies luck", "responses generated", "accuracy"),
     ("het_study.csv", dict(game="lock"), "arm", "global_step", "unguided",
      {"baseline": "GRPO", "sft": "imitation", "HET": "HET"},
      "Advice for agents: HET beats GRPO,\nimitation gets there sooner", "rollouts", "success without advice"),
@@ -35,7 +35,7 @@ PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: label}, message,
 def curves(name, where, arm_column, x, y):
     """{arm: [(x, y of each seed), ...]}"""
     found = defaultdict(lambda: defaultdict(list))
-    for row in csv.DictReader(open(HERE / name)):
+    for row in csv.DictReader(open(HERE / name, encoding="utf-8")):
         if all(row[key] == value for key, value in where.items()) and row[y]:
             found[row[arm_column]][float(row[x])].append(float(row[y]))
     return {arm: sorted(points.items()) for arm, points in found.items()}
