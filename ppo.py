@@ -40,6 +40,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import transformers
@@ -285,11 +286,14 @@ def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
 def whiten(x, mask):
     """Shift and scale the valid entries to mean 0 and variance 1.  (B,R) -> (B,R)"""
     centered = (x - masked_mean(x, mask)) * mask
-    variance = masked_mean(centered**2, mask)
-    return centered * (variance + 1e-8).rsqrt()
+    return centered * (masked_variance(x, mask) + 1e-8).rsqrt()
 
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
@@ -313,8 +317,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
     assert rewards.shape == values.shape == mask.shape
     advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])  # the response ends: nothing follows
-    next_advantage = torch.zeros_like(rewards[:, 0])
+    next_value = 0.0  # the response ends: nothing follows
+    next_advantage = 0.0
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
@@ -343,12 +347,10 @@ def value_loss(new_values, values, returns, clip_coef):
 def explained_variance(batch: dict) -> float:
     """1: the values predict the returns. 0: they are no better than a constant."""
     mask = batch["response_mask"].float()
-    returns = batch["returns"]
-    residuals = returns - batch["values"]
-    residual_variance = masked_mean((residuals - masked_mean(residuals, mask)) ** 2, mask)
-    return_variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
+    return_variance = masked_variance(batch["returns"], mask)
     if return_variance < 1e-8:
         return math.nan  # constant returns: there is nothing to explain
+    residual_variance = masked_variance(batch["returns"] - batch["values"], mask)
     return 1 - (residual_variance / return_variance).item()
 
 
@@ -389,8 +391,8 @@ def ppo_loss(policy, minibatch: dict, args):
     return loss, {name: mean.detach() for name, mean in means.items()}
 
 
-def update(policy, optimizer, batch: dict, args):
-    """Several epochs of minibatch steps.  -> statistics of each step, number of skipped steps"""
+def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
     if args.norm_adv:
         advantages = whiten(batch["advantages"], batch["response_mask"].float())
         batch = batch | dict(advantages=advantages)
@@ -414,18 +416,41 @@ def update(policy, optimizer, batch: dict, args):
                 num_skipped += 1  # a NaN must not reach the weights
     if num_skipped == len(steps):
         sys.exit("no step of this update had a finite loss and gradient")
-    return steps, num_skipped
+    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
+    metrics["losses/skipped_steps"] = num_skipped
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    return metrics
 
 
 # --- evaluate ---
-def evaluate(policy, pairs, tokenizer, scorer, args) -> dict[str, float]:
-    """Mean score of greedy responses. Uses no random numbers: training is not affected."""
+def evaluate(policy, pairs, tokenizer, scorer, args):
+    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+
+    Uses no random numbers: training is not affected.
+    """
     scores = []
+    samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
         batch = rollout(policy, some_pairs, tokenizer, scorer, args)
         scores.append(batch["scores"])
-    return {"eval/score": torch.cat(scores).mean().item()}
+        if len(samples) < 8:
+            samples += as_samples(batch, some_pairs, tokenizer)
+    return {"eval/score": torch.cat(scores).mean().item()}, samples[:8]
+
+
+def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
+    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    samples = []
+    for i, (prompt, answer) in enumerate(pairs):
+        is_token = batch["response_mask"][i] == 1
+        response = tokenizer.decode(batch["response_ids"][i][is_token])
+        score = batch["scores"][i].item()
+        samples.append(dict(prompt=prompt, response=response, answer=answer, score=score))
+    return samples
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
@@ -466,9 +491,10 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args)
     progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    skipped_steps = 0
-    metrics = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+    metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
     run.log({"global_step": 0} | metrics)
+    run.log_samples(0, samples)
+    print_samples("before training", samples)
 
     for iteration in range(1, args.num_iterations + 1):
         start_time = time.time()
@@ -491,32 +517,23 @@ def main(args: Args) -> dict[str, float]:
         rollout_time = time.time() - start_time
 
         # 3. update
-        steps, num_skipped = update(policy, optimizer, batch, args)
-        skipped_steps += num_skipped
-        # Before the first step the policy is the one that sampled, so log-probs must agree.
-        mismatch = steps[0]["abs_logratio"].item()
-        if iteration == 1 and mismatch > 0.1:
-            sys.exit(
-                f"log-probs differ by {mismatch:.2f} between sampling and training: the cached "
-                f"steps of {args.model_name} do not agree with its forward pass"
-            )
+        losses = update(policy, optimizer, batch, args)
+        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
+            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
 
         # 4. evaluate and log
         metrics = {
             "global_step": global_step,
-            "losses/skipped_steps": skipped_steps,
-            "rollout/logprob_mismatch": mismatch,
             "charts/learning_rate": learning_rate,
             "charts/SPS": args.batch_size / (time.time() - start_time),
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
-        metrics |= batch_metrics(batch, args)
-        for name in steps[0]:
-            per_step = torch.stack([stats[name] for stats in steps])
-            metrics[f"losses/{name}"] = per_step.nanmean().item()
+        metrics |= batch_metrics(batch, args) | losses
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics |= evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            metrics |= eval_metrics
+            run.log_samples(global_step, samples)
         run.log(metrics)
 
         status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
@@ -527,17 +544,16 @@ def main(args: Args) -> dict[str, float]:
             print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
 
     progress.close()
+    print_samples("after training", samples)
     policy.lm.save_pretrained(run.dir / "final_model")
     tokenizer.save_pretrained(run.dir / "final_model")
-    run.finish(
-        {
-            "score of a response": ["charts/score", "eval/score"],
-            "entropy (nats per token)": ["losses/entropy"],
-            "KL (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
-            "explained variance of the values": ["losses/explained_variance"],
-        }
-    )
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} responses: {run.dir}")
+    panels = {
+        "mean score of a response": ["charts/score", "eval/score"],
+        "entropy (nats per token)": ["losses/entropy"],
+        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+        "explained variance of the returns": ["losses/explained_variance"],
+    }
+    run.finish(panels)
     return metrics
 
 
@@ -698,8 +714,14 @@ def load_lm(args):
 
 
 # --- run folder ---
+def print_samples(title: str, samples: list[dict]):
+    print(title)
+    for sample in samples[:3]:
+        print(f"  {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']}")
+
+
 class Run:
-    """The folder of a run: args.json, metrics.jsonl; at the end summary.json and curves.png."""
+    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -728,8 +750,19 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
+    def log_samples(self, global_step: int, samples: list[dict]):
+        rows = [{"global_step": global_step} | sample for sample in samples]
+        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.wandb:
+            import wandb
+
+            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            self.wandb.log({"samples": table}, step=global_step)
+
     def finish(self, panels: dict[str, list[str]]):
-        """Write summary.json and curves.png, with one panel per title and one line per metric."""
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
@@ -737,16 +770,27 @@ class Run:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (title, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, title=title, xlabel="responses generated")
-            for name in names:
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(
+                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
+            )
+            for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                axis.plot(steps, [row[name] for row in rows], label=name)
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
+
+        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
+        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        print(f"curves.png and samples.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import time
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -323,11 +324,14 @@ def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
+def masked_variance(x, mask):
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
 def whiten(x, mask):
     """Shift and scale the valid entries to mean 0 and variance 1.  (B,R) -> (B,R)"""
     centered = (x - masked_mean(x, mask)) * mask
-    variance = masked_mean(centered**2, mask)
-    return centered * (variance + 1e-8).rsqrt()
+    return centered * (masked_variance(x, mask) + 1e-8).rsqrt()
 
 
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
@@ -351,8 +355,8 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
     assert rewards.shape == values.shape == mask.shape
     advantages = torch.zeros_like(rewards)
-    next_value = torch.zeros_like(rewards[:, 0])  # the response ends: nothing follows
-    next_advantage = torch.zeros_like(rewards[:, 0])
+    next_value = 0.0  # the response ends: nothing follows
+    next_advantage = 0.0
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * gae_lambda * next_advantage) * mask[:, t]
@@ -384,12 +388,10 @@ def value_loss(new_values, values, returns, clip_coef):
 def explained_variance(batch: dict) -> float:
     """1: the values predict the returns. 0: they are no better than a constant."""
     mask = batch["response_mask"].float()
-    returns = batch["returns"]
-    residuals = returns - batch["values"]
-    residual_variance = masked_mean((residuals - masked_mean(residuals, mask)) ** 2, mask)
-    return_variance = masked_mean((returns - masked_mean(returns, mask)) ** 2, mask)
+    return_variance = masked_variance(batch["returns"], mask)
     if return_variance < 1e-8:
         return math.nan  # constant returns: there is nothing to explain
+    residual_variance = masked_variance(batch["returns"] - batch["values"], mask)
     return 1 - (residual_variance / return_variance).item()
 
 
@@ -458,8 +460,8 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     return loss, {name: mean.detach() for name, mean in means.items()}
 
 
-def update(policy, optimizer, batch: dict, args):
-    """Several epochs of minibatch steps.  -> statistics of each step, number of skipped steps"""
+def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
+    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
     if args.norm_adv:
         advantages = whiten(batch["advantages"], batch["response_mask"].float())
         batch = batch | dict(advantages=advantages)
@@ -496,13 +498,23 @@ def update(policy, optimizer, batch: dict, args):
             break
     if num_skipped == len(steps) and batch["response_mask"].any():  # v1: nan: else no score counts
         sys.exit("no step of this update had a finite loss and gradient")
-    return steps, num_skipped
+    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
+    metrics["losses/skipped_steps"] = num_skipped
+    for name in steps[0]:
+        per_step = torch.stack([stats[name] for stats in steps])
+        metrics[f"losses/{name}"] = per_step.nanmean().item()
+    return metrics
 
 
 # --- evaluate ---
-def evaluate(policy, pairs, tokenizer, scorer, args) -> dict[str, float]:
-    """Mean score of greedy responses. Uses no random numbers: training is not affected."""
+def evaluate(policy, pairs, tokenizer, scorer, args):
+    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+
+    Uses no random numbers: training is not affected.
+    """
     scores = []
+    samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
         # v1: distributed: each rank takes as many prompts; a rest is filled up with copies
@@ -510,13 +522,26 @@ def evaluate(policy, pairs, tokenizer, scorer, args) -> dict[str, float]:
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch, args)
         scores.append(batch["scores"][: len(some_pairs)])
+        if len(samples) < 8:
+            samples += as_samples(batch, some_pairs, tokenizer)
     # v1: nan
     scores = torch.cat(scores)
     is_finite = scores.isfinite()
-    return {
-        "eval/score": scores[is_finite].mean().item(),
-        "eval/nan_scores": (~is_finite).sum().item(),
-    }
+    metrics = {"eval/score": scores[is_finite].mean().item()}
+    metrics["eval/nan_scores"] = (~is_finite).sum().item()
+    return metrics, samples[:8]
+
+
+def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
+    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    samples = []
+    for i, (prompt, answer) in enumerate(pairs):
+        is_token = batch["response_mask"][i] == 1
+        response = tokenizer.decode(batch["response_ids"][i][is_token])
+        score = batch["scores"][i].item()
+        score = score if math.isfinite(score) else None  # v1: nan
+        samples.append(dict(prompt=prompt, response=response, answer=answer, score=score))
+    return samples
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
@@ -580,32 +605,33 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args)
     progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    skipped_steps = 0
     # v1: checkpoint, kl, best
-    kl_coef = args.kl_coef
-    best_score = -math.inf
-    evals_without_improvement = 0
-    stop_early = False
-    done = 0
+    state = dict(
+        iteration=0,
+        kl_coef=args.kl_coef,
+        best_score=-math.inf,
+        evals_without_improvement=0,
+        stop_early=False,
+    )
     if args.resume and (run.dir / "checkpoint.pt").exists():
-        saved = load_checkpoint(run, policy, optimizer)
-        done = saved["iteration"]
-        skipped_steps = saved["skipped_steps"]
-        kl_coef = saved["kl_coef"] if args.ref_kl_target else args.kl_coef
-        best_score = saved["best_score"]
-        evals_without_improvement = saved["evals_without_improvement"]
-        stop_early = saved["stop_early"]
-        metrics = run.rows[-1]
-        progress.update(done)
+        state |= load_checkpoint(run, policy, optimizer)
+        if not args.ref_kl_target:
+            state["kl_coef"] = args.kl_coef  # it may be typed anew
+        metrics, samples = run.rows[-1], []
+        progress.update(state["iteration"])
     else:
-        metrics = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+        drop_lines_after(-1, run.dir / "samples.jsonl")
         run.log({"global_step": 0} | metrics)
-        best_score = max(best_score, metrics["eval/score"])  # -inf where that is NaN
+        run.log_samples(0, samples)
+        print_samples("before training", samples)
+        if math.isfinite(metrics["eval/score"]):
+            state["best_score"] = metrics["eval/score"]
         save_model(policy, tokenizer, run.dir / "best")
-    last_iteration = done if stop_early else args.num_iterations
+    last_iteration = state["iteration"] if state["stop_early"] else args.num_iterations
     signals = Signals()
 
-    for iteration in range(done + 1, last_iteration + 1):
+    for iteration in range(state["iteration"] + 1, last_iteration + 1):
         start_time = time.time()
         torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
         learning_rate = args.learning_rate * lr_factor(iteration, args)  # v1: schedule
@@ -629,48 +655,41 @@ def main(args: Args) -> dict[str, float]:
         batch = gather_rows(batch, args)  # v1: distributed
 
         # 2. advantages
-        add_advantages(batch, kl_coef, args)
+        add_advantages(batch, state["kl_coef"], args)  # v1: kl
         rollout_time = time.time() - start_time
 
         # 3. update
-        steps, num_skipped = update(policy, optimizer, batch, args)
-        skipped_steps += num_skipped
-        # Before the first step the policy is the one that sampled, so log-probs must agree.
-        mismatch = steps[0]["abs_logratio"].item()
-        if iteration == 1 and mismatch > 0.1:
-            sys.exit(
-                f"log-probs differ by {mismatch:.2f} between sampling and training: the cached "
-                f"steps of {args.model_name} do not agree with its forward pass"
-            )
+        losses = update(policy, optimizer, batch, args)
+        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
+            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
 
         # 4. evaluate and log
         metrics = {
             "global_step": global_step,
-            "losses/skipped_steps": skipped_steps,
-            "rollout/logprob_mismatch": mismatch,
             "charts/learning_rate": learning_rate,
             "charts/SPS": args.batch_size / (time.time() - start_time),
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
-        metrics |= batch_metrics(batch, args)
-        for name in steps[0]:
-            per_step = torch.stack([stats[name] for stats in steps])
-            metrics[f"losses/{name}"] = per_step.nanmean().item()
-        metrics["losses/kl_coef"] = kl_coef  # v1: kl
+        metrics |= batch_metrics(batch, args) | losses
+        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            metrics |= evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
+            metrics |= eval_metrics
+            run.log_samples(global_step, samples)
             # v1: best
-            evals_without_improvement += 1
-            if metrics["eval/score"] > best_score:
-                best_score = metrics["eval/score"]
-                evals_without_improvement = 0
+            state["evals_without_improvement"] += 1
+            if metrics["eval/score"] > state["best_score"]:
+                state["best_score"] = metrics["eval/score"]
+                state["evals_without_improvement"] = 0
                 save_model(policy, tokenizer, run.dir / "best")
         run.log(metrics)
         # v1: kl
         if args.ref_kl_target and metrics["rollout/nan_scores"] < args.batch_size:
             kl = metrics["rollout/kl_per_response"]
-            kl_coef = adapt_kl_coef(kl_coef, kl, args.ref_kl_target, args.batch_size)
+            state["kl_coef"] = adapt_kl_coef(
+                state["kl_coef"], kl, args.ref_kl_target, args.batch_size
+            )
 
         status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
         status += f" R:{metrics['charts/score']:.2f}"
@@ -680,40 +699,30 @@ def main(args: Args) -> dict[str, float]:
             print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
 
         # v1: checkpoint, best
-        stop_early = evals_without_improvement == args.early_stopping_patience
-        is_last = stop_early or iteration == args.num_iterations
+        state["iteration"] = iteration
+        state["stop_early"] = state["evals_without_improvement"] == args.early_stopping_patience
+        is_last = state["stop_early"] or iteration == args.num_iterations
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
-            save_checkpoint(
-                run,
-                policy,
-                optimizer,
-                iteration=iteration,
-                skipped_steps=skipped_steps,
-                kl_coef=kl_coef,
-                best_score=best_score,
-                evals_without_improvement=evals_without_improvement,
-                stop_early=stop_early,
-            )
+            save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
             return metrics
-        if stop_early:
-            print(f"early stop: {evals_without_improvement} evaluations without improvement")
+        if state["stop_early"]:
+            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
             break
 
     progress.close()
     signals.release()  # v1: checkpoint
+    print_samples("after training", samples)
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    run.finish(
-        {
-            "score of a response": ["charts/score", "eval/score"],
-            "entropy (nats per token)": ["losses/entropy"],
-            "KL (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
-            "explained variance of the values": ["losses/explained_variance"],
-        }
-    )
-    print(f"eval/score {metrics['eval/score']:.3f} after {global_step} responses: {run.dir}")
+    panels = {
+        "mean score of a response": ["charts/score", "eval/score"],
+        "entropy (nats per token)": ["losses/entropy"],
+        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+        "explained variance of the returns": ["losses/explained_variance"],
+    }
+    run.finish(panels)
     return metrics
 
 
@@ -902,8 +911,14 @@ def checkpoint_layers(policy):
 
 
 # --- run folder ---
+def print_samples(title: str, samples: list[dict]):
+    print(title)
+    for sample in samples[:3]:
+        print(f"  {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']}")
+
+
 class Run:
-    """The folder of a run: args.json, metrics.jsonl; at the end summary.json and curves.png."""
+    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -940,8 +955,21 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
+    def log_samples(self, global_step: int, samples: list[dict]):
+        if rank() > 0:  # v1: distributed
+            return
+        rows = [{"global_step": global_step} | sample for sample in samples]
+        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        if self.wandb:
+            import wandb
+
+            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            self.wandb.log({"samples": table}, step=global_step)
+
     def finish(self, panels: dict[str, list[str]]):
-        """Write summary.json and curves.png, with one panel per title and one line per metric."""
+        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         if rank() > 0:  # v1: distributed
             return
         (self.dir / "summary.json").write_text(
@@ -951,16 +979,27 @@ class Run:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (title, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, title=title, xlabel="responses generated")
-            for name in names:
+        for i, (ylabel, names) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(
+                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
+            )
+            for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                axis.plot(steps, [row[name] for row in rows], label=name)
+                values = [row[name] for row in rows]
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
+                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+                axis.plot(steps, values, ".", color=color, alpha=0.3)
+                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
+
+        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
+        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        print(f"curves.png and samples.jsonl are in {self.dir}")
+        print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
 # --- command line ---
@@ -991,32 +1030,44 @@ def parse_args() -> Args:
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
 
 
-def save_checkpoint(run, policy, optimizer, **state):
+def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
-    model_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    state |= dict(policy=model_state, optimizer=optimizer_state, rows=run.rows)
+    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     if rank() == 0:
-        torch.save(state, run.dir / "checkpoint.pt.tmp")
+        torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
 def load_checkpoint(run, policy, optimizer) -> dict:
-    """Restore weights, optimizer and logged rows.  -> the other saved values"""
-    state = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    """Restore weights, optimizer and logged rows.  -> state of the loop"""
+    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     dcp.set_state_dict(
         policy,
         optimizer,
-        model_state_dict=state["policy"],
-        optim_state_dict=state["optimizer"],
+        model_state_dict=saved["policy"],
+        optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    run.rows = state["rows"]
+    run.rows = saved["rows"]
     run.start_time -= run.rows[-1]["time"]
     if rank() == 0:
         lines = [json.dumps(row) + "\n" for row in run.rows]
         (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
-    print(f"resuming after iteration {state['iteration']}")
-    return state
+    drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
+    print(f"resuming after iteration {saved['state']['iteration']}")
+    return saved["state"]
+
+
+def drop_lines_after(global_step: int, path: Path):
+    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
+    if rank() == 0 and path.exists():
+        kept = []
+        for line in open(path, encoding="utf-8"):
+            is_whole = line.endswith("\n")  # a kill may have left half a line
+            if is_whole and json.loads(line)["global_step"] <= global_step:
+                kept.append(line)
+        path.write_text("".join(kept), encoding="utf-8")
 
 
 def save_model(policy, tokenizer, folder: Path):
