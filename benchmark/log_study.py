@@ -78,7 +78,8 @@ def supervised(path, seed, rate, steps):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
             optimizer.step()
-        return ppo_v2.evaluate(policy, held_out, tokenizer, scorer, args)["eval/score"]
+        metrics, _ = ppo_v2.evaluate(policy, held_out, tokenizer, scorer, args)
+        return metrics["eval/score"]
     finally:
         restore()
 

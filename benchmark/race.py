@@ -115,7 +115,8 @@ def start(task, seed, **options):
     stream = ppo.shuffled_passes(train, len(train), seed)
 
     def evaluate():
-        return ppo.evaluate(policy, held_out, tokenizer, scorer, args)
+        metrics, _ = ppo.evaluate(policy, held_out, tokenizer, scorer, args)
+        return metrics["eval/score"]
 
     return args, policy, stream, tokenizer, scorer, evaluate
 
@@ -179,7 +180,7 @@ def run_trl(
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *rest, **kwargs):
-            curve.append((0, 0.0, evaluate()["eval/score"]))
+            curve.append((0, 0.0, evaluate()))
 
         def on_step_begin(self, *rest, **kwargs):
             spent[1] = time.process_time()
@@ -189,7 +190,7 @@ def run_trl(
             done = state.global_step * batch_size // steps
             if state.global_step % steps == 0 and done % every == 0:
                 policy.eval()
-                curve.append((done, spent[0], evaluate()["eval/score"]))
+                curve.append((done, spent[0], evaluate()))
                 policy.train()
 
     def reward(prompts, completions, completion_ids, answer, **_):

@@ -101,7 +101,8 @@ def imitate(model, setting, seed, folder):
         return rows
 
     def evaluate():
-        return ppo_v2.evaluate(policy, held_out, tokenizer, first_number, args)
+        metrics, _ = ppo_v2.evaluate(policy, held_out, tokenizer, first_number, args)
+        return metrics["eval/score"]
 
     curve = rejection_sampling(args, policy, stream, evaluate, rollout, args.update_epochs, size=32)
     lines = [

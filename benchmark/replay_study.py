@@ -128,7 +128,7 @@ def rejection_sampling(args, policy, prompt_order, evaluate, rollout, steps: int
         policy.lm.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
     kept = []
-    curve = [(0, 0.0, evaluate()["eval/score"])]
+    curve = [(0, 0.0, evaluate())]
     seconds = 0.0
     names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask")
     for iteration in range(1, args.num_iterations + 1):
@@ -148,7 +148,7 @@ def rejection_sampling(args, policy, prompt_order, evaluate, rollout, steps: int
             optimizer.step()
         seconds += time.process_time() - start
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
-            curve.append((last, seconds, evaluate()["eval/score"]))
+            curve.append((last, seconds, evaluate()))
     return curve
 
 
@@ -284,7 +284,8 @@ def imitate(args, steps):
     prompt_order = ppo_v2.shuffled_passes(train_pairs, num_prompts, args.seed)
 
     def evaluate():
-        return ppo_v2.evaluate(policy, eval_pairs, tokenizer, scorer, args)
+        metrics, _ = ppo_v2.evaluate(policy, eval_pairs, tokenizer, scorer, args)
+        return metrics["eval/score"]
 
     def rollout(pairs):
         uniforms = torch.rand(len(pairs), args.max_response_length)
