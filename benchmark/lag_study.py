@@ -80,8 +80,8 @@ def read():
     return found
 
 
-def jobs():
-    for part, lag, rate in CELLS:
+def jobs(first, last):
+    for part, lag, rate in CELLS[first:last]:
         for seed in SEEDS:
             # without a lag and without replay there is nothing to correct
             for correction in CORRECTIONS if lag or part == "replay" else ["none"]:
@@ -212,9 +212,10 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tables", action="store_true", help="no training")
+    parser.add_argument("--cells", nargs=2, type=int, default=(0, len(CELLS)), help="of CELLS")
     options = parser.parse_args()
     done = read()
-    for key in jobs() if not options.tables else ():
+    for key in jobs(*options.cells) if not options.tables else ():
         if key not in done:
             numbers = run(*key)
             append(PATH, [[*key, *numbers]], [*KEYS, *NUMBERS])

@@ -108,17 +108,25 @@ IMITATION = [
     dict(learning_rate=2e-4, steps=8, batch_size=64),
     dict(learning_rate=1e-4, steps=8, batch_size=64),
 ]
-GRIDS = {  # ten settings for each arm
+GRIDS = {  # ten settings for each arm, on 5-6 digits
     "plain PPO": CHANGES + [dict(vf_coef=0.0)],
     "rejection sampling": IMITATION,
     "replay": CHANGES + [dict(replay_sample_size=128)],
 }
-# Seven digits: a run takes three times as long, and whether a success is met is luck. Four settings, four seeds.
-RARER_SEEDS = (101, 102, 103, 104)
-RARER_GRIDS = {
-    "plain PPO": [{}, dict(num_minibatches=2), dict(gae_lambda=0.95), dict(vf_coef=0.0)],
-    "rejection sampling": [IMITATION[3], IMITATION[4], IMITATION[5], IMITATION[7]],
-    "replay": [{}, dict(num_minibatches=2), dict(update_epochs=4), dict(replay_sample_size=128)],
+SHORT_GRIDS = {  # four settings for each arm, on the other tasks
+    "plain PPO": [{}, dict(batch_size=64), dict(gae_lambda=0.95), dict(vf_coef=0.0)],
+    "rejection sampling": [
+        dict(learning_rate=5e-4, steps=8),
+        dict(learning_rate=2e-4, steps=4),
+        dict(learning_rate=2e-4, steps=8),
+        dict(learning_rate=2e-4, steps=4, batch_size=64),
+    ],
+    "replay": [
+        {},
+        dict(batch_size=64),
+        dict(num_minibatches=2),
+        dict(replay_sample_size=128),
+    ],
 }
 
 
@@ -363,7 +371,7 @@ def area(curve):
 
 
 def grid(task, arm):
-    grids = RARER_GRIDS if task == "rarer" else GRIDS
+    grids = GRIDS if task == "rare" else SHORT_GRIDS
     return [json.dumps(setting) for setting in grids.get(arm, [])]
 
 
@@ -396,7 +404,7 @@ def best_setting(tuning, task, arm) -> str:
 def tuning_jobs(tuning, tasks, arms):
     jobs = []
     for task in tasks:
-        for seed in RARER_SEEDS if task == "rarer" else TUNING_SEEDS:
+        for seed in TUNING_SEEDS:
             for arm in [arm for arm in arms if arm in TUNED]:
                 settings = grid(task, arm)
                 if task == "long":  # expensive: the three best settings of the default task
