@@ -580,7 +580,7 @@ def verify(response: str, answer: str) -> bool:
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
     pairs = []
-    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+    for number, line in enumerate(open(path, "rb"), 1):  # json decodes it, and finds bad bytes
         if not line.strip():
             continue
         try:

@@ -705,8 +705,6 @@ def join(batches: list[dict]) -> dict:
 
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     """Drawn rollouts as the current policy and critic see them; {} if there are none."""
-    if not args.use_replay_buffer:
-        return {}
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
     if len(indices) == 0:
         return {}
@@ -826,10 +824,10 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
         entropy=entropy,
         approx_kl=k3_kl(old_logprobs, logprobs.detach()),
         clipfrac=clipped,
-        clipfrac_replay=clipped * is_replayed,  # v2: buffer
-        replay_frac=is_replayed.expand_as(mask),  # v2: buffer
         abs_logratio=(logprobs.detach() - old_logprobs).abs(),
     )
+    if args.use_replay_buffer:  # v2: buffer
+        per_token["clipfrac_replay"] = clipped * is_replayed
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}  # v1: accumulate
     loss = (
         means["policy_loss"] + args.vf_coef * means["value_loss"] - args.ent_coef * means["entropy"]
@@ -1055,7 +1053,9 @@ def main(args: Args) -> dict[str, float]:
         # 2. advantages
         add_advantages(batch, state["kl_coef"], args)  # v1: kl
         # v2: buffer
-        drawn = draw_batch(buffer, policy, state, iteration, args)
+        drawn = {}
+        if args.use_replay_buffer and batch["response_mask"].any():  # else every score is NaN
+            drawn = draw_batch(buffer, policy, state, iteration, args)
         train_batch = mix(batch, drawn)
         rollout_time = time.time() - start_time
 
@@ -1172,7 +1172,7 @@ def verify(response: str, answer: str) -> bool:
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
     pairs = []
-    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+    for number, line in enumerate(open(path, "rb"), 1):  # json decodes it, and finds bad bytes
         if not line.strip():
             continue
         try:

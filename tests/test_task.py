@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from conftest import run, spy
 
 import ppo
@@ -14,15 +13,22 @@ TOKENIZER = ppo.make_tiny_tokenizer()
 
 
 def test_sort_asks_for_sorted_lists_and_holds_the_same_prompts_out_for_every_seed():
-    train, held_out, verifier = ppo.make_task(ppo.Args(min_digits=2, max_digits=4), TOKENIZER)
+    train, held_out, verifier = ppo.make_task(ppo.Args(min_digits=2, max_digits=4))
     assert {len(answer) for _, answer in train} == {2, 3, 4}
     assert all(prompt == question + "=" and sorted(question) == list(answer)
                for prompt, answer in train for question in [prompt[:-1]])  # fmt: skip
-    assert len(held_out) > 200 and not {prompt for prompt, _ in train} & {
+    assert len(held_out) == 256 and not {prompt for prompt, _ in train} & {
         prompt for prompt, _ in held_out
     }
-    assert ppo.make_task(ppo.Args(min_digits=2, max_digits=4, seed=7), TOKENIZER)[1] == held_out
+    assert ppo.make_task(ppo.Args(min_digits=2, max_digits=4, seed=7))[1] == held_out
     assert verifier(["21="] * 3, ["12", "21", "012"], ["12"] * 3) == [1, 0, 0]
+
+
+def test_at_most_a_tenth_of_the_distinct_prompts_is_held_out():
+    """Of the 100 lists of two digits ten are held out, however often each of them occurs."""
+    train, held_out, _ = ppo.make_task(ppo.Args(min_digits=2, max_digits=2))
+    assert len(held_out) == len(dict(held_out)) == 10 and len(dict(train)) == 90
+    assert len(train) > 17_000
 
 
 def test_the_warm_start_teaches_the_form_and_not_the_order():
@@ -30,7 +36,7 @@ def test_the_warm_start_teaches_the_form_and_not_the_order():
     torch.manual_seed(0)
     args = ppo.Args(min_digits=2, max_digits=2, sft_steps=60)
     lm, tokenizer, eos_ids = ppo.load_lm(args)
-    train, held_out, verifier = ppo.make_task(args, tokenizer)
+    train, held_out, verifier = ppo.make_task(args)
     with pytest.MonkeyPatch.context() as patch:
         calls = spy(patch, tokenizer.__class__, "__call__")
         ppo.warm_start(lm, train, tokenizer, args)
@@ -62,7 +68,7 @@ def test_jsonl_columns_and_split(tmp_path):
         {"problem": f"r{i}", "solution": f"2 gives \\boxed{{2}}, so \\boxed{{{i}}}."}
         for i in range(10)
     ] + [""]
-    train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"), TOKENIZER)
+    train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{write(tmp_path, *rows)}"))
     assert len(held_out) == 3 and len(train) == 27
     assert {prompt for prompt, _ in train + held_out} == {
         f"{c}{i}" for c in ("p\u2028", "q", "r") for i in range(10)
@@ -89,7 +95,6 @@ def test_every_prompt_comes_once_per_pass_in_a_new_order(tmp_path, monkeypatch):
     [
         '{"prompt": "b"',
         '{"prompt": "b", "reply": 1}',
-        '{"prompt": 7, "answer": 1}',
         "[1, 2]",
         "7",
         "\udcff",
@@ -99,18 +104,22 @@ def test_jsonl_errors_name_the_line(bad, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n\n' + bad, errors="surrogateescape")
     with pytest.raises(
-        SystemExit, match=r"data.jsonl: line 3 must be JSON with a prompt and an answer$"
+        SystemExit, match=r"data.jsonl, line 3: must be a JSON object with a prompt and an answer$"
     ):
         run(ppo, tmp_path / "run", task=f"jsonl:{path}")
     assert not (tmp_path / "run").exists()
 
 
 def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
-    path = write(tmp_path, *[{"prompt": "x" * n, "answer": 1} for n in (1, 2, 3, 900)])
-    train, held_out, _ = ppo.make_task(ppo.Args(task=f"jsonl:{path}"), TOKENIZER)
-    assert "1 prompts are longer" in capsys.readouterr().out and len(train + held_out) == 3
-    with pytest.raises(SystemExit, match=path):
-        ppo.make_task(ppo.Args(task=f"jsonl:{path}", max_prompt_length=1), TOKENIZER)
+    pairs = [("x" * n, "1") for n in (1, 2, 3, 900)]
+    assert ppo_v1.drop_long_prompts(pairs, TOKENIZER, ppo_v1.Args()) == pairs
+    short = ppo_v1.drop_long_prompts(pairs, TOKENIZER, ppo_v1.Args(max_prompt_length=3))
+    assert short == pairs[:3] and "left out 1 prompts" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--max-prompt-length 3: every prompt is longer"):
+        ppo_v1.drop_long_prompts(pairs[3:], TOKENIZER, ppo_v1.Args(max_prompt_length=3))
+    path = write(tmp_path, {"prompt": "x", "answer": 1})
+    with pytest.raises(SystemExit, match="at least two different prompts are needed"):
+        ppo.make_task(ppo.Args(task=f"jsonl:{path}"))
 
 
 @pytest.mark.parametrize(
@@ -119,11 +128,12 @@ def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
         ("72", "72", 1), ("The answer is 72.", "72", 1), ("so 1,072", "1072", 1), ("72 apples, 3 pears", "72", 0),
         (r"\boxed{x+1}", "x+1", 1), ("#### -4", "-4", 1), ("Paris", "Paris", 1), ("paris is it", "Paris", 0),
         ("", "5", 0), ("0.50", ".5", 1), (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\frac{1}{2}}", "2", 0), ("10^{3}", "3", 0),
+        ("7 + 12 = 19", "19", 1), ("**72**", "72", 1), ("$72.50", "72.5", 1), (".50", "0.5", 1),
     ],
 )  # fmt: skip
 def test_verify(response, answer, score):
-    assert ppo.verify("", response, answer) == score
+    assert ppo.verify(response, answer) == score
 
 
 def scores_of(scorer=None, **options):
@@ -137,7 +147,7 @@ def scores_of(scorer=None, **options):
     return rows["scores"], rows["ended"]
 
 
-def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty():
+def test_the_built_in_point_needs_an_ending():
     """A scorer sees prompts, texts without EOS and answers; a reward function decides for itself what an end is."""
 
     def right(prompts, responses, answers):
@@ -145,45 +155,45 @@ def test_a_verifiers_point_needs_an_ending_and_a_missing_one_costs_its_penalty()
         assert all(isinstance(text, str) and "<eos>" not in text for text in responses)
         return [1.0] * 64
 
-    for reward_fn, without_end in ((None, 0), ("mine.py:right", 1)):
-        scores, ended = scores_of(right, missing_eos_penalty=0.25, reward_fn=reward_fn)
-        assert torch.equal(scores, ended + (without_end - 0.25) * (1 - ended))
+    for reward_fn, without_end in ((None, 0), (f"{__file__}:right", 1)):
+        scores, ended = scores_of(right, reward_fn=reward_fn)
+        assert torch.equal(scores, ended + without_end * (1 - ended))
 
 
-@pytest.mark.parametrize(
-    "body", ["None", "[None] * len(prompts)", "'good'", "['good'] * len(prompts)", "[0.0] * 3"]
-)
-def test_a_reward_function_that_gives_no_numbers_ends_with_a_sentence(body, tmp_path):
+def test_a_special_token_inside_a_response_is_seen_by_the_scorer(monkeypatch):
+    """1 2 <pad> <unk> 3 4 must not become 1234."""
+    tokenizer, seen = ppo.make_tiny_tokenizer(), []
+    digits = tokenizer("1234").input_ids
+    ids = torch.tensor([[*digits[:2], 0, 2, *digits[2:], 1]])
+    response = dict(response_ids=ids, response_mask=torch.ones_like(ids))
+    monkeypatch.setattr(ppo, "generate", lambda *args: response)
+    args = ppo.Args()
+    policy = ppo.PolicyWithValue(ppo.make_tiny_lm(tokenizer), torch.tensor([1]), 1.0)
+    scorer = lambda prompts, responses, answers: seen.extend(responses) or [0.0]  # noqa: E731
+    ppo.rollout(policy, [("4321=", "1234")], tokenizer, scorer, args)
+    assert seen == ["12<pad><unk>34"]
+
+
+@pytest.mark.parametrize("body", ["[0.0] * 3", "[]"])
+def test_a_reward_function_with_the_wrong_number_of_scores_ends_with_a_sentence(body, tmp_path):
     (tmp_path / "reward.py").write_text(
         f"def mine(prompts, responses, answers):\n    return {body}\n"
     )
-    with pytest.raises(SystemExit, match=r"^the reward must be 8 numbers, one an answer, not "):
+    with pytest.raises(
+        SystemExit, match=r"^the reward function returned \d scores for 8 responses"
+    ):
         run(ppo_v1, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
 
 
-def test_a_reward_model_scores_prompt_and_response(tmp_path):
-    """Against its own trunk and head, read at the last token of each text; one of two labels is refused."""
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
-    for labels in (2, 1):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(vocab_size=98, pad_token_id=0, num_labels=labels, **sizes)
-        model, judge = (
-            transformers.LlamaForSequenceClassification(config).eval(),
-            str(tmp_path / f"{labels}"),
-        )
-        for part in (model, TOKENIZER):
-            part.save_pretrained(judge)
-        if labels == 2:
-            with pytest.raises(
-                SystemExit, match=r"--reward-model-name .*: it has more than one label"
-            ):
-                run(ppo, tmp_path / "run", reward_fn=None, reward_model_name=judge)
-    scores = ppo.make_scorer(ppo.Args(reward_model_name=judge), None, "cpu")(
-        ["ab", "a"], ["c", "longer text"], ["", ""]
-    )
-    ids = [TOKENIZER(text, return_tensors="pt").input_ids for text in ("abc", "alonger text")]
-    expected = [model.score(model.model(row).last_hidden_state[0, -1]).item() for row in ids]
-    assert scores == pytest.approx(expected, abs=1e-6) and scores[0] != scores[1]
+def test_a_reward_function_that_is_not_there_is_named_before_the_model_is_loaded(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ppo, "load_lm", None)
+    (tmp_path / "reward.py").write_text("")
+    with pytest.raises(SystemExit, match="there is no function mine in"):
+        run(ppo, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
+    with pytest.raises(ValueError, match="--reward-fn absent.py:mine: must be file.py:function"):
+        ppo.Args(reward_fn="absent.py:mine")
 
 
 def test_a_chat_template_wraps_the_prompt():
