@@ -19,7 +19,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from replay_study import TASKS, Silent, append, prepare, read_metrics, short
+from replay_study import TASKS, Silent, append, prepare, read_metrics, short, show
 
 import ppo_v2
 
@@ -109,9 +109,10 @@ def cell(rows, column="end"):
 
 def lag_table(done, part, lags, rates):
     columns = [(rate, lag) for rate in rates for lag in lags]
+    columns = [(rate, lag) for rate, lag in columns if rows_of(done, part, "none", lag, rate)]
     heads = [f"{rate:g}, lag {lag}" for rate, lag in columns]
     lines = ["| correction | " + " | ".join(heads) + " |", "|---" * (1 + len(columns)) + "|"]
-    for name in CORRECTIONS:
+    for name in CORRECTIONS if columns else ():
         cells = [cell(rows_of(done, part, name, lag, rate)) for rate, lag in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -140,9 +141,10 @@ def why_table(done, part, lag, rate):
 
 
 def replay_table(done, rates):
+    rates = [rate for rate in rates if rows_of(done, "replay", "none", 0, rate)]
     heads = [f"{rate:g}: {what}" for rate in rates for what in ("end", "mean over the run")]
     lines = ["| correction | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
-    for name in CORRECTIONS:
+    for name in CORRECTIONS if rates else ():
         cells = []
         for rate in rates:
             rows = rows_of(done, "replay", name, 0, rate)
@@ -197,13 +199,12 @@ def draw(done, path):
 
 
 def print_tables(done):
-    for part, rates in (("default", RATES), ("rare", RATES)):
-        lags = LAGS if part == "default" else (0, 8)
-        print(f"\n{part}\n\n{lag_table(done, part, lags, rates)}")
+    for part in ("default", "rare"):
+        show(part, lag_table(done, part, LAGS, RATES))
     for lag in (8, 32):
-        print(f"\nlag {lag} at 0.0003\n\n{why_table(done, 'default', lag, 3e-4)}")
-    print(f"\nall rates\n\n{lag_table(done, 'default', (8, 32), (3e-5, 1e-4, 3e-4, 1e-3))}")
-    print(f"\nreplay\n\n{replay_table(done, (5e-4, 1e-3))}")
+        show(f"lag {lag} at 0.0003", why_table(done, "default", lag, 3e-4))
+    show("other learning rates", lag_table(done, "default", (8, 32), (3e-5, 1e-3)))
+    show("replay", replay_table(done, (5e-4, 1e-3)))
     draw(done, HERE.parent / "docs" / "lag_study.png")
 
 
