@@ -36,7 +36,7 @@ PARTS = {  # part: task, options
     "replay": ("rare", REPLAY),
 }
 CELLS = [  # part, lag, learning rate: the most important ones first
-    *[("default", lag, rate) for lag in (8, 0, 2, 32) for rate in RATES],
+    *[("default", lag, rate) for lag in (8, 0, 2, 32) for rate in (3e-4, 1e-4)],
     *[("rare", lag, rate) for lag in (0, 8) for rate in RATES],
     *[("replay", 0, rate) for rate in (5e-4, 1e-3)],
     *[("default", lag, rate) for lag in (8, 32) for rate in (3e-5, 1e-3)],

@@ -383,6 +383,7 @@ def main():
     parser.add_argument("--tune", action="store_true", help="TRL on the tuning seeds")
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--tasks", nargs="*", default=list(BUDGET), choices=list(BUDGET))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     options = parser.parse_args()
     tuning, done, best = read(TUNING), read(STUDY), settings_of_ours()
 
@@ -397,10 +398,12 @@ def main():
         (task, arm, best.get((task, arm)), seed)
         for task in options.tasks
         for seed in SEEDS
-        for arm in ARMS
+        for arm in options.arms
     ]
     jobs = [] if options.tables or options.tune else [job for job in jobs if job not in done]
-    for arm in ARMS if jobs else ():  # what a library does once in a process is nobody's cost
+    for arm in (
+        options.arms if jobs else ()
+    ):  # what a library does once in a process is nobody's cost
         run("default", arm, best.get(("default", arm), "{}"), 0, responses=512)
     for job in jobs:
         record(STUDY, *job)
