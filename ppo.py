@@ -15,14 +15,14 @@ r"""PPO for language models, in one file (arXiv:1707.06347v2, with the reward of
             one optimizer step on clipped policy loss + value loss            -> ppo_loss
 
 Compared with CleanRL's ppo.py:
-  * An action is a token and an episode is a response; gamma is 1 by default.
+  * An action is a token and an episode is a response; gamma and lambda are 1 by default.
   * The reward has a KL penalty towards a frozen copy of the initial model.
   * Policy and value function share one language model; a linear value head sits on its last layer.
-  * By default advantages are not normalized: dividing by their standard deviation would amplify
-    the noise of a batch in which no response was right.
+  * By default advantages are not normalized. In a batch in which no response was right they are
+    small noise from values and KL penalty; dividing by their standard deviation would amplify it.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-The algorithm comes first and ends with `main`; loading data and models and logging stand below it.
+The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo.py                                     # sort digits, on a CPU, in seconds
     python ppo.py --model-name Qwen/Qwen2.5-0.5B-Instruct --chat-template --task jsonl:FILE \
@@ -54,10 +54,10 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds weights, data order and sampling; held-out prompts are always the same
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
+    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
+    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
-    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
     eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
@@ -77,7 +77,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate; falls linearly to 0
+    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
@@ -86,43 +86,20 @@ class Args:
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
     norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
     clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
-    vf_clip_coef: float = 0.2  # clip range of value updates
+    vf_clip_coef: float = 0.2  # a value may move this far from its old value, in units of reward
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
 
     def __post_init__(self):
-        """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
-            "max_response_length", "num_iterations", "learning_rate", "update_epochs",
-            "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
-        ):  # fmt: skip
-            if not getattr(self, name) > 0:  # NaN, too
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in ("sft_steps", "gamma", "gae_lambda", "vf_coef", "kl_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-        kind, _, path = self.task.partition(":")
-        if kind not in ("sort", "jsonl"):
-            raise ValueError(f"--task {self.task}: must be sort or jsonl:PATH")
-        if kind == "jsonl" and not Path(path).is_file():
-            raise ValueError(f"--task {self.task}: there is no file {path}")
-        if kind == "sort" and not self.min_digits <= self.max_digits < self.max_response_length:
-            raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
-        if self.reward_fn and not Path(self.reward_fn.rpartition(":")[0]).is_file():
-            raise ValueError(f"--reward-fn {self.reward_fn}: must be file.py:function")
-        if self.chat_template and not self.model_name:
-            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--batch-size must be a multiple of --num-minibatches")
+        check_args(self)
 
 
 # --- networks ---
 # A batch is a dict of tensors:
 #     prompt_ids, prompt_mask       (B,P)
 #     response_ids, response_mask   (B,R)  the mask is 1 up to and including EOS
-#     logprobs, values              (B,R)  of the policy before the update, which sampled
+#     logprobs, values              (B,R)  of the policy before the update
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
@@ -139,12 +116,13 @@ class PolicyWithValue(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
         self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
-        self.eval()  # during training, too: dropout would be noise in the policy ratio
+        self.eval()  # also while training: dropout would be noise in the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
-        """Logits of the next token and values at the last positions.  -> (B,n,V), (B,n), cache
+        """Logits of the next token and values at the last n = num_last positions.
 
         With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
         output = self.lm(
@@ -156,6 +134,7 @@ class PolicyWithValue(nn.Module):
             output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
         values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
@@ -177,7 +156,7 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """The same without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    """`logprobs_and_values` without gradients, one minibatch at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
@@ -199,8 +178,8 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
-    which of them have ended.
+    With torch.multinomial the random numbers of a row would depend on the rows before it, and
+    rows leave the batch when their response has ended.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -218,7 +197,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    ids, mask, cache = prompt_ids, prompt_mask, None  # the model makes a cache of its own kind
+    ids, mask, cache = prompt_ids, prompt_mask, None  # the model creates the cache
     rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
     for t in range(max_response_length):
         logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
@@ -228,14 +207,14 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         else:
             token = sample_token(logits, uniforms[rows, t])
         response_ids[rows, t] = token
-        response_mask[rows, t] = 1  # for EOS, too
+        response_mask[rows, t] = 1  # EOS included
         logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
         values[rows, t] = value[:, 0]
 
         unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # ended responses cost nothing
+        if len(unfinished) < len(rows):  # drop the rows whose response has ended
             rows = rows[unfinished]
             token = token[unfinished]
             mask = mask[unfinished]
@@ -245,13 +224,11 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     responses = dict(
         response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
-    return {
-        name: tensor[:, : t + 1] for name, tensor in responses.items()
-    }  # the longest ended at t
+    return {name: tensor[:, : t + 1] for name, tensor in responses.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses.
+    """Respond to prompts and score the responses. Sample, or without uniform numbers be greedy.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -261,24 +238,25 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
     prompt_ids = inputs.input_ids
     prompt_mask = inputs.attention_mask
-    rows = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    rows |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+    batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
-    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
-    is_text = (rows["response_mask"] == 1) & ~is_eos
-    text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
-    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
+    is_token = batch["response_mask"] == 1
+    is_eos = torch.isin(batch["response_ids"], policy.eos_ids) & is_token
+    is_text = is_token & ~is_eos
+    text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
+    responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
     scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
 
-    rows["ended"] = is_eos.any(1).float()
-    rows["scores"] = torch.tensor([float(score) for score in scores]).to(rows["ended"])
-    if not rows["scores"].isfinite().all():
+    batch["ended"] = is_eos.any(1).float()
+    batch["scores"] = torch.tensor([float(score) for score in scores], device=is_eos.device)
+    if not batch["scores"].isfinite().all():
         sys.exit("the reward function returned a score that is NaN or infinite")
     if not args.reward_fn:  # built-in scorers: a truncated response is wrong
-        rows["scores"] *= rows["ended"]
-    return rows
+        batch["scores"] *= batch["ended"]
+    return batch
 
 
 # --- math ---
@@ -299,8 +277,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence (k1). It has to be
-    part of the reward: as a term of the loss, its expected gradient would be zero.
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. It has to be part
+    of the reward: as a term of the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -308,7 +286,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 
 def k3_kl(logp, logq):
-    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    """Estimate of KL(p || q) from samples of p; k3 of joschu.net/blog/kl-approx.html.  -> (B,R)"""
     logratio = (logq - logp).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
@@ -355,11 +333,11 @@ def explained_variance(batch: dict) -> float:
 
 
 # --- update ---
-def add_advantages(batch: dict, args):
+def add_advantages(batch: dict, kl_coef, args):
     """Add advantages and returns (B,R) to a batch that has scores, log-probs and values."""
     mask = batch["response_mask"].float()
     rewards = token_rewards(
-        batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, args.kl_coef
+        batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, kl_coef
     )
     advantages = compute_gae(rewards, batch["values"], mask, args.gamma, args.gae_lambda)
     batch["advantages"] = advantages
@@ -369,20 +347,20 @@ def add_advantages(batch: dict, args):
 def ppo_loss(policy, minibatch: dict, args):
     """-> loss, dict of statistics; all are means over the tokens of the minibatch"""
     mask = minibatch["response_mask"].float()
-    old_logprobs = minibatch["logprobs"]
-    logprobs, entropy, values = logprobs_and_values(policy, minibatch)
+    logprobs = minibatch["logprobs"]
+    new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
-    pg_loss, clipped = policy_loss(logprobs, old_logprobs, minibatch["advantages"], args.clip_coef)
-    v_loss = value_loss(values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
+    pg_loss, clipped = policy_loss(new_logprobs, logprobs, minibatch["advantages"], args.clip_coef)
+    v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     per_token = dict(
         policy_loss=pg_loss,
         value_loss=v_loss,
         entropy=entropy,
-        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        approx_kl=k3_kl(logprobs, new_logprobs.detach()),
         clipfrac=clipped,
-        abs_logratio=(logprobs.detach() - old_logprobs).abs(),
+        abs_logratio=(new_logprobs.detach() - logprobs).abs(),
     )
     means = {name: masked_mean(x, mask) for name, x in per_token.items()}
     loss = (
@@ -396,7 +374,6 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     if args.norm_adv:
         advantages = whiten(batch["advantages"], batch["response_mask"].float())
         batch = batch | dict(advantages=advantages)
-    parameters = optimizer.param_groups[0]["params"]
     device = batch["response_ids"].device
     steps = []
     num_skipped = 0
@@ -404,11 +381,11 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
         shuffled = torch.randperm(args.batch_size).to(device)
         minibatches = shuffled.chunk(args.num_minibatches)
         for mb_inds in minibatches:
-            minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
             optimizer.zero_grad()
+            minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
             loss, stats = ppo_loss(policy, minibatch, args)
             loss.backward()
-            stats["grad_norm"] = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
             steps.append(stats)
             if all(value.isfinite() for value in stats.values()):
                 optimizer.step()
@@ -416,7 +393,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                 num_skipped += 1  # a NaN must not reach the weights
     if num_skipped == len(steps):
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    # At the first step the policy is still the one before the update: its log-probs must agree.
     metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
     metrics["losses/skipped_steps"] = num_skipped
     for name in steps[0]:
@@ -454,7 +431,7 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
-    """What was sampled, in numbers."""
+    """Metrics of the sampled responses."""
     mask = batch["response_mask"].float()
     metrics = {
         "charts/score": batch["scores"].mean().item(),
@@ -480,7 +457,7 @@ def main(args: Args) -> dict[str, float]:
     train_pairs, eval_pairs, scorer = make_task(args)
     lm, tokenizer, eos_ids = load_lm(args)
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
-    if args.model_name is None:
+    if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
     policy.to(device)
     reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
@@ -498,7 +475,8 @@ def main(args: Args) -> dict[str, float]:
 
     for iteration in range(1, args.num_iterations + 1):
         start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        # the random numbers of an iteration depend on nothing else
+        torch.manual_seed(args.seed * 1_000_003 + iteration)
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
 
@@ -513,13 +491,13 @@ def main(args: Args) -> dict[str, float]:
             batch["ref_logprobs"], _, _ = logprobs_and_values_in_parts(reference, batch, args)
 
         # 2. advantages
-        add_advantages(batch, args)
+        add_advantages(batch, args.kl_coef, args)
         rollout_time = time.time() - start_time
 
         # 3. update
         losses = update(policy, optimizer, batch, args)
         if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
-            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
+            sys.exit("the model's log-probs differ between sampling with a cache and training")
 
         # 4. evaluate and log
         metrics = {
@@ -557,30 +535,68 @@ def main(args: Args) -> dict[str, float]:
     return metrics
 
 
+# --- option checks ---
+def check_args(args: Args):
+    """Called for every Args. tyro shows a ValueError as an error of the command line."""
+    for name in (
+        "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
+        "max_response_length", "num_iterations", "learning_rate", "update_epochs",
+        "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
+    ):  # fmt: skip
+        if not getattr(args, name) > 0:  # this refuses NaN as well
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    for name in ("sft_steps", "vf_coef", "ent_coef", "kl_coef"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+    kind, _, path = args.task.partition(":")
+    if kind not in ("sort", "jsonl"):
+        raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
+    if kind == "jsonl" and not Path(path).is_file():
+        raise ValueError(f"--task {args.task}: there is no file {path}")
+    if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
+        raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+    if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
+        raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+    if args.batch_size % args.num_minibatches:
+        raise ValueError("--batch-size must be a multiple of --num-minibatches")
+
+
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
     """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # up to two levels of them may be in a box
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
         return boxed[-1].strip()
     return text.split("####")[-1].strip()
 
 
+def last_number(text: str) -> float | None:
+    """The last word that is a number: 72 in "so it is $72$.", and not the 3 of 10^{3}."""
+    for word in reversed(re.split(r"[\s=]+", text)):
+        word = re.sub(r"[$%*()\\]", "", word).rstrip(".,:;!?")
+        if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", word) and word.strip("+-"):
+            return float(word.replace(",", ""))
+    return None
+
+
 def verify(response: str, answer: str) -> bool:
-    """Compare final answers: the last word that is a number if the answer is one, else the text."""
+    """Compare final answers: as numbers if the answer is a number, else as text."""
     response = final_answer(response)
-    number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
-    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
-    if numbers and re.fullmatch(number, answer):
-        return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
+    if re.fullmatch(r"[$\d.,+-]+", answer) and last_number(answer) is not None:
+        return last_number(response) == last_number(answer)
     return response == answer
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # json decodes it, and finds bad bytes
+    for number, line in enumerate(open(path, "rb"), 1):  # bytes: json reports bad ones
         if not line.strip():
             continue
         try:
@@ -641,12 +657,12 @@ def make_task(args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -677,7 +693,7 @@ def make_tiny_lm(tokenizer):
 
 
 def warm_start(lm, pairs, tokenizer, args):
-    """Teach the tiny model what an answer looks like: the right digits in a random order."""
+    """Teach the tiny model what an answer looks like: the right characters in a random order."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
@@ -705,7 +721,7 @@ def load_lm(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks follow from lengths, not from pad ids
+        tokenizer.pad_token = tokenizer.eos_token  # fine: no mask is computed from pad ids
 
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
@@ -766,7 +782,7 @@ class Run:
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
@@ -787,8 +803,10 @@ class Run:
         if self.wandb:
             self.wandb.finish()
 
-        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
-        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
+        last_row = self.rows[-1]
+        print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 

@@ -5,20 +5,29 @@
 # ///
 r"""PPO for language models with production features (arXiv:1707.06347v2).
 
-The loop is that of ppo.py. What is added, each with its marker in the code:
-    v1: checkpoint   - save and resume bit for bit, killed at any moment; signals save and end
+    for each iteration:
+        sample one response to each prompt                                    -> rollout
+        score each response, for example 1 if it is right, else 0             -> scorer
+        reward of a token: -kl_coef * (log pi - log pi_ref);
+            the score is added to the last token's reward                     -> token_rewards
+        advantages from rewards and values                                    -> compute_gae
+        for each epoch, for each minibatch:
+            one optimizer step on clipped policy loss + value loss            -> ppo_loss
+
+A marker in the code opens each addition to ppo.py:
+    v1: checkpoint   - save and resume, bit for bit on a CPU; a signal saves and ends the run
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
     v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
     v1: best         - keep the best model; stop when the evaluation no longer improves
-    v1: kl           - KL coefficient that aims at a target (arXiv:1909.08593); early end of epochs
+    v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
-    v1: nan          - a response whose score is NaN is left out, and the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
-With all of them off this is ppo.py, bit for bit.
+    v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): the update of one process
+With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-The algorithm comes first and ends with `main`; loading data and models and logging stand below it.
+The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
     torchrun --nproc-per-node 2 ppo_v1.py --fsdp           # two processes, sharded
@@ -58,10 +67,10 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds weights, data order and sampling; held-out prompts are always the same
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
+    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
+    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
-    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
     eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
@@ -69,7 +78,7 @@ class Args:
     # v1: checkpoint, distributed
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10  # iterations between checkpoints
-    fsdp: bool = False  # shard weights, gradients and optimizer over the ranks of torchrun
+    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
     # task
     task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
     min_digits: int = 3  # sort: length of the shortest list
@@ -86,7 +95,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate
+    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
@@ -96,69 +105,37 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # bfloat16 autocast; weights, log-probs and losses stay float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
-    early_stopping_patience: int | None = None  # stop after so many evaluations without improvement
+    early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
     norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
     clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
-    vf_clip_coef: float = 0.2  # clip range of value updates
+    vf_clip_coef: float = 0.2  # a value may move this far from its old value, in units of reward
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
     ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
-    target_kl: float | None = None  # end the epochs of an update once approx_kl exceeds 1.5 x this
+    target_kl: float | None = None  # no further step of an update once approx_kl is 1.5 x this
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
 
     def __post_init__(self):
-        """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
-            "max_response_length", "num_iterations", "learning_rate", "update_epochs",
-            "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
-            # v1: the options that it adds
-            "save_every", "max_prompt_length", "gradient_accumulation_steps",
-            "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN, too
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in ("sft_steps", "gamma", "gae_lambda", "vf_coef", "kl_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-        kind, _, path = self.task.partition(":")
-        if kind not in ("sort", "jsonl"):
-            raise ValueError(f"--task {self.task}: must be sort or jsonl:PATH")
-        if kind == "jsonl" and not Path(path).is_file():
-            raise ValueError(f"--task {self.task}: there is no file {path}")
-        if kind == "sort" and not self.min_digits <= self.max_digits < self.max_response_length:
-            raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
-        if self.reward_fn and not Path(self.reward_fn.rpartition(":")[0]).is_file():
-            raise ValueError(f"--reward-fn {self.reward_fn}: must be file.py:function")
-        if self.chat_template and not self.model_name:
-            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--batch-size must be a multiple of --num-minibatches")
-        # v1: checkpoint, accumulate, kl, distributed
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        rows = self.batch_size // self.num_minibatches
-        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if rows % (self.gradient_accumulation_steps * num_ranks):
-            raise ValueError("a minibatch must divide into micro-batches x ranks")
-        if self.ref_kl_target and not self.kl_coef:
-            raise ValueError("--ref-kl-target needs a --kl-coef to start from")
-        if self.fsdp and num_ranks == 1:
-            raise ValueError("--fsdp needs torchrun with two processes or more")
+        check_args(self)
+        check_v1_args(self)  # v1: all
+
+    # v1: accumulate, distributed
+    def num_parts(self) -> int:
+        """Micro-batches of an epoch, on all ranks."""
+        return self.num_minibatches * self.gradient_accumulation_steps * num_processes()
 
 
 # --- networks ---
 # A batch is a dict of tensors:
 #     prompt_ids, prompt_mask       (B,P)
 #     response_ids, response_mask   (B,R)  the mask is 1 up to and including EOS
-#     logprobs, values              (B,R)  of the policy before the update, which sampled
+#     logprobs, values              (B,R)  of the policy before the update
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
@@ -175,12 +152,13 @@ class PolicyWithValue(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
         self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
-        self.eval()  # during training, too: dropout would be noise in the policy ratio
+        self.eval()  # also while training: dropout would be noise in the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
-        """Logits of the next token and values at the last positions.  -> (B,n,V), (B,n), cache
+        """Logits of the next token and values at the last n = num_last positions.
 
         With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
         output = self.lm(
@@ -192,6 +170,7 @@ class PolicyWithValue(nn.Module):
             output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
         values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
@@ -213,9 +192,9 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """The same without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    """`logprobs_and_values` without gradients, one minibatch at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
-    size = size // args.gradient_accumulation_steps  # v1: accumulate
+    size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
         minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
@@ -236,8 +215,8 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
-    which of them have ended.
+    With torch.multinomial the random numbers of a row would depend on the rows before it, and
+    rows leave the batch when their response has ended.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -255,7 +234,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    ids, mask, cache = prompt_ids, prompt_mask, None  # the model makes a cache of its own kind
+    ids, mask, cache = prompt_ids, prompt_mask, None  # the model creates the cache
     rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
     for t in range(max_response_length):
         logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
@@ -265,14 +244,14 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         else:
             token = sample_token(logits, uniforms[rows, t])
         response_ids[rows, t] = token
-        response_mask[rows, t] = 1  # for EOS, too
+        response_mask[rows, t] = 1  # EOS included
         logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
         values[rows, t] = value[:, 0]
 
         unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # ended responses cost nothing
+        if len(unfinished) < len(rows):  # drop the rows whose response has ended
             rows = rows[unfinished]
             token = token[unfinished]
             mask = mask[unfinished]
@@ -282,13 +261,11 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     responses = dict(
         response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
-    return {
-        name: tensor[:, : t + 1] for name, tensor in responses.items()
-    }  # the longest ended at t
+    return {name: tensor[:, : t + 1] for name, tensor in responses.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses.
+    """Respond to prompts and score the responses. Sample, or without uniform numbers be greedy.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -301,22 +278,25 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     answers = answers[rank() :: world_size()]
     prompt_ids = inputs.input_ids[rank() :: world_size()]
     prompt_mask = inputs.attention_mask[rank() :: world_size()]
-    rows = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    rows |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+    if uniforms is not None:
+        uniforms = uniforms[rank() :: world_size()]
+    batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
-    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
-    is_text = (rows["response_mask"] == 1) & ~is_eos
-    text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
-    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
+    is_token = batch["response_mask"] == 1
+    is_eos = torch.isin(batch["response_ids"], policy.eos_ids) & is_token
+    is_text = is_token & ~is_eos
+    text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
+    responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
     scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
 
-    rows["ended"] = is_eos.any(1).float()
-    rows["scores"] = torch.tensor([float(score) for score in scores]).to(rows["ended"])
+    batch["ended"] = is_eos.any(1).float()
+    batch["scores"] = torch.tensor([float(score) for score in scores], device=is_eos.device)
     if not args.reward_fn:  # built-in scorers: a truncated response is wrong
-        rows["scores"] *= rows["ended"]
-    return rows
+        batch["scores"] *= batch["ended"]
+    return batch
 
 
 # --- math ---
@@ -337,8 +317,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence (k1). It has to be
-    part of the reward: as a term of the loss, its expected gradient would be zero.
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. It has to be part
+    of the reward: as a term of the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -346,7 +326,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 
 def k3_kl(logp, logq):
-    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    """Estimate of KL(p || q) from samples of p; k3 of joschu.net/blog/kl-approx.html.  -> (B,R)"""
     logratio = (logq - logp).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
@@ -373,7 +353,7 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: where the advantage is negative, max() alone bounds nothing
+    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -397,7 +377,10 @@ def explained_variance(batch: dict) -> float:
 
 # v1: kl
 def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
-    """Proportional controller, section 2.2 of arXiv:1909.08593; kl in nats per response."""
+    """Controller of section 2.2 of arXiv:1909.08593, with the gain of its released code.
+
+    The KL is in nats per response. The coefficient moves by at most 0.2 * num_responses / 10,000.
+    """
     error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_responses / 10_000)
 
@@ -407,8 +390,8 @@ def lr_factor(iteration, args) -> float:
     """Learning rate of an iteration, as a fraction of the highest one."""
     if iteration <= args.warmup_steps:
         return iteration / (args.warmup_steps + 1)
-    progress = iteration - 1 - args.warmup_steps
-    progress = progress / (args.num_iterations - args.warmup_steps)
+    num_iterations = args.num_iterations - args.warmup_steps
+    progress = (iteration - 1 - args.warmup_steps) / num_iterations
     if args.lr_scheduler_type == "linear":
         return 1 - progress
     if args.lr_scheduler_type == "cosine":
@@ -429,29 +412,32 @@ def add_advantages(batch: dict, kl_coef, args):
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """-> loss, dict of statistics; sums over these rows, divided by the minibatch's tokens"""
+    """-> loss, dict of statistics, of these rows; v1: accumulate: they may be a part of a minibatch
+
+    Everything is a sum over the tokens of these rows, divided by num_tokens of the whole minibatch.
+    """
     mask = minibatch["response_mask"].float()
-    old_logprobs = minibatch["logprobs"]
-    logprobs, entropy, values = logprobs_and_values(policy, minibatch)
+    logprobs = minibatch["logprobs"]
+    new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     pg_loss, clipped = policy_loss(
+        new_logprobs,
         logprobs,
-        old_logprobs,
         minibatch["advantages"],
         args.clip_coef,
         args.clip_coef_high,
         args.dual_clip,
     )
-    v_loss = value_loss(values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
+    v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     per_token = dict(
         policy_loss=pg_loss,
         value_loss=v_loss,
         entropy=entropy,
-        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        approx_kl=k3_kl(logprobs, new_logprobs.detach()),
         clipfrac=clipped,
-        abs_logratio=(logprobs.detach() - old_logprobs).abs(),
+        abs_logratio=(new_logprobs.detach() - logprobs).abs(),
     )
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}  # v1: accumulate
     loss = (
@@ -465,7 +451,6 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     if args.norm_adv:
         advantages = whiten(batch["advantages"], batch["response_mask"].float())
         batch = batch | dict(advantages=advantages)
-    parameters = optimizer.param_groups[0]["params"]
     device = batch["response_ids"].device
     steps = []
     num_skipped = 0
@@ -474,31 +459,37 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
         minibatches = shuffled.chunk(args.num_minibatches)
         for mb_inds in minibatches:
             optimizer.zero_grad()
-            # v1: accumulate, distributed
+            # v1: accumulate, distributed: sums over micro-batches and ranks are divided by these
             num_tokens = batch["response_mask"][mb_inds].sum()
             my_inds = mb_inds[rank() :: world_size()]
-            micro_stats = []
+            stats = {}
             for micro_inds in my_inds.chunk(args.gradient_accumulation_steps):
-                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, stats = ppo_loss(policy, minibatch, num_tokens, args)
+                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
                 loss.backward()
-                micro_stats.append(stats)
-            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+                for name, value in micro_stats.items():
+                    stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
+            # v1: distributed: with FSDP policy.parameters() are not those of the optimizer
+            parameters = optimizer.param_groups[0]["params"]
             grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
             steps.append(stats)
+            # v1: kl
+            moved_too_far = args.target_kl and stats["approx_kl"] > 1.5 * args.target_kl
+            if moved_too_far:
+                break
             if all(value.isfinite() for value in stats.values()):
                 optimizer.step()
             else:
                 num_skipped += 1  # a NaN must not reach the weights
-        # v1: kl
-        if args.target_kl and steps[-1]["approx_kl"] > 1.5 * args.target_kl:
+        if moved_too_far:  # v1: kl
             break
-    if num_skipped == len(steps) and batch["response_mask"].any():  # v1: nan: else no score counts
+    # v1: nan: a batch without any valid score has no tokens, and it is not an error
+    if num_skipped == len(steps) and batch["response_mask"].any():
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    # At the first step the policy is still the one before the update: its log-probs must agree.
     metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
     metrics["losses/skipped_steps"] = num_skipped
     for name in steps[0]:
@@ -517,7 +508,7 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
-        # v1: distributed: each rank takes as many prompts; a rest is filled up with copies
+        # v1: distributed: add copies of a prompt until every rank has the same number of prompts
         copies = some_pairs[:1] * (-len(some_pairs) % world_size())
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch, args)
@@ -545,8 +536,8 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
-    """What was sampled, in numbers."""
-    # v1: nan: leave responses without a score out
+    """Metrics of the sampled responses."""
+    # v1: nan: leave out responses without a score
     is_scored = batch["response_mask"].any(1)
     num_nan_scores = (~is_scored).sum().item()
     batch = {name: tensor[is_scored] for name, tensor in batch.items()}
@@ -567,6 +558,21 @@ def batch_metrics(batch: dict, args) -> dict[str, float]:
     return metrics
 
 
+# v1: best
+def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
+    """Save the model to best/ if this is the best evaluation so far."""
+    state["evals_without_improvement"] += 1
+    if metrics["eval/score"] > state["best_score"]:
+        state["best_score"] = metrics["eval/score"]
+        state["evals_without_improvement"] = 0
+        save_model(policy, tokenizer, run.dir / "best")
+
+
+def is_out_of_patience(state: dict, args) -> bool:
+    patience = args.early_stopping_patience
+    return patience is not None and state["evals_without_improvement"] >= patience
+
+
 # --- main ---
 def main(args: Args) -> dict[str, float]:
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:  # v1: checkpoint
@@ -583,7 +589,7 @@ def main(args: Args) -> dict[str, float]:
     train_pairs = drop_long_prompts(train_pairs, tokenizer, args)
     eval_pairs = drop_long_prompts(eval_pairs, tokenizer, args)
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
-    if args.model_name is None:
+    if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
@@ -611,29 +617,28 @@ def main(args: Args) -> dict[str, float]:
         kl_coef=args.kl_coef,
         best_score=-math.inf,
         evals_without_improvement=0,
-        stop_early=False,
     )
     if args.resume and (run.dir / "checkpoint.pt").exists():
-        state |= load_checkpoint(run, policy, optimizer)
-        if not args.ref_kl_target:
-            state["kl_coef"] = args.kl_coef  # it may be typed anew
+        state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
         progress.update(state["iteration"])
     else:
-        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         drop_lines_after(-1, run.dir / "samples.jsonl")
+        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics)
         run.log_samples(0, samples)
         print_samples("before training", samples)
-        if math.isfinite(metrics["eval/score"]):
-            state["best_score"] = metrics["eval/score"]
-        save_model(policy, tokenizer, run.dir / "best")
-    last_iteration = state["iteration"] if state["stop_early"] else args.num_iterations
+        keep_if_best(state, metrics, policy, tokenizer, run)
     signals = Signals()
 
-    for iteration in range(state["iteration"] + 1, last_iteration + 1):
+    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+        # v1: best
+        if is_out_of_patience(state, args):
+            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
+            break
         start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        # the random numbers of an iteration depend on nothing else
+        torch.manual_seed(args.seed * 1_000_003 + iteration)
         learning_rate = args.learning_rate * lr_factor(iteration, args)  # v1: schedule
         optimizer.param_groups[0]["lr"] = learning_rate
 
@@ -641,9 +646,8 @@ def main(args: Args) -> dict[str, float]:
         global_step = iteration * args.batch_size
         pairs = prompt_order[global_step - args.batch_size : global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
-        uniforms = uniforms[rank() :: world_size()]  # v1: distributed
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
-        # v1: nan: without tokens in its mask a response has no part in the update
+        # v1: nan: a response without tokens in its mask does not enter the update
         is_finite = batch["scores"].isfinite()
         batch["scores"] = batch["scores"].where(is_finite, 0.0)
         batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -661,7 +665,7 @@ def main(args: Args) -> dict[str, float]:
         # 3. update
         losses = update(policy, optimizer, batch, args)
         if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
-            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
+            sys.exit("the model's log-probs differ between sampling with a cache and training")
 
         # 4. evaluate and log
         metrics = {
@@ -672,17 +676,12 @@ def main(args: Args) -> dict[str, float]:
             "time/update": time.time() - start_time - rollout_time,
         }
         metrics |= batch_metrics(batch, args) | losses
-        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
             metrics |= eval_metrics
             run.log_samples(global_step, samples)
-            # v1: best
-            state["evals_without_improvement"] += 1
-            if metrics["eval/score"] > state["best_score"]:
-                state["best_score"] = metrics["eval/score"]
-                state["evals_without_improvement"] = 0
-                save_model(policy, tokenizer, run.dir / "best")
+            keep_if_best(state, metrics, policy, tokenizer, run)  # v1: best
+        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
         run.log(metrics)
         # v1: kl
         if args.ref_kl_target and metrics["rollout/nan_scores"] < args.batch_size:
@@ -700,21 +699,18 @@ def main(args: Args) -> dict[str, float]:
 
         # v1: checkpoint, best
         state["iteration"] = iteration
-        state["stop_early"] = state["evals_without_improvement"] == args.early_stopping_patience
-        is_last = state["stop_early"] or iteration == args.num_iterations
-        interrupted = any_rank(signals.received, device)
-        if is_last or interrupted or iteration % args.save_every == 0:
-            save_checkpoint(run, policy, optimizer, state)
-        if interrupted and not is_last:
-            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+        is_last = iteration == args.num_iterations or is_out_of_patience(state, args)
+        is_interrupted = any_rank(signals.received, device)
+        if is_last or is_interrupted or iteration % args.save_every == 0:
+            save_checkpoint(run, policy, optimizer, state, args)
+        if is_interrupted and not is_last:
+            progress.close()
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
             return metrics
-        if state["stop_early"]:
-            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
-            break
 
     progress.close()
-    signals.release()  # v1: checkpoint
     print_samples("after training", samples)
+    signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
     panels = {
         "mean score of a response": ["charts/score", "eval/score"],
@@ -726,30 +722,94 @@ def main(args: Args) -> dict[str, float]:
     return metrics
 
 
+# --- option checks ---
+def check_args(args: Args):
+    """Called for every Args. tyro shows a ValueError as an error of the command line."""
+    for name in (
+        "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
+        "max_response_length", "num_iterations", "learning_rate", "update_epochs",
+        "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
+    ):  # fmt: skip
+        if not getattr(args, name) > 0:  # this refuses NaN as well
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    for name in ("sft_steps", "vf_coef", "ent_coef", "kl_coef"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+    kind, _, path = args.task.partition(":")
+    if kind not in ("sort", "jsonl"):
+        raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
+    if kind == "jsonl" and not Path(path).is_file():
+        raise ValueError(f"--task {args.task}: there is no file {path}")
+    if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
+        raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+    if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
+        raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+    if args.batch_size % args.num_minibatches:
+        raise ValueError("--batch-size must be a multiple of --num-minibatches")
+
+
+# v1: checkpoint, accumulate, kl, clip, distributed
+def check_v1_args(args: Args):
+    for name in (
+        "save_every", "max_prompt_length", "gradient_accumulation_steps",
+        "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.warmup_steps < 0:
+        raise ValueError("--warmup-steps must not be negative")
+    if args.resume and not args.run_dir:
+        raise ValueError("--resume needs --run-dir")
+    if args.batch_size % args.num_parts():
+        raise ValueError(
+            f"--batch-size must be a multiple of {args.num_parts()}: --num-minibatches x "
+            "--gradient-accumulation-steps x processes of torchrun"
+        )
+    if args.ref_kl_target and not args.kl_coef:
+        raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+    if args.dual_clip and args.dual_clip <= 1:
+        raise ValueError("--dual-clip must be above 1")
+    if args.fsdp and num_processes() == 1:
+        raise ValueError("--fsdp needs torchrun with two processes or more")
+
+
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
     """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # up to two levels of them may be in a box
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
         return boxed[-1].strip()
     return text.split("####")[-1].strip()
 
 
+def last_number(text: str) -> float | None:
+    """The last word that is a number: 72 in "so it is $72$.", and not the 3 of 10^{3}."""
+    for word in reversed(re.split(r"[\s=]+", text)):
+        word = re.sub(r"[$%*()\\]", "", word).rstrip(".,:;!?")
+        if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", word) and word.strip("+-"):
+            return float(word.replace(",", ""))
+    return None
+
+
 def verify(response: str, answer: str) -> bool:
-    """Compare final answers: the last word that is a number if the answer is one, else the text."""
+    """Compare final answers: as numbers if the answer is a number, else as text."""
     response = final_answer(response)
-    number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
-    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
-    if numbers and re.fullmatch(number, answer):
-        return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
+    if re.fullmatch(r"[$\d.,+-]+", answer) and last_number(answer) is not None:
+        return last_number(response) == last_number(answer)
     return response == answer
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # json decodes it, and finds bad bytes
+    for number, line in enumerate(open(path, "rb"), 1):  # bytes: json reports bad ones
         if not line.strip():
             continue
         try:
@@ -825,12 +885,12 @@ def drop_long_prompts(pairs, tokenizer, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -861,7 +921,7 @@ def make_tiny_lm(tokenizer):
 
 
 def warm_start(lm, pairs, tokenizer, args):
-    """Teach the tiny model what an answer looks like: the right digits in a random order."""
+    """Teach the tiny model what an answer looks like: the right characters in a random order."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
@@ -889,7 +949,7 @@ def load_lm(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks follow from lengths, not from pad ids
+        tokenizer.pad_token = tokenizer.eos_token  # fine: no mask is computed from pad ids
 
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
@@ -899,8 +959,9 @@ def load_lm(args):
 
 # v1: memory
 def transformer_layers(model):
-    """The longest list of modules in a model."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    """The list of modules that holds most of the parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
 # v1: memory
@@ -931,7 +992,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
         (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
@@ -975,7 +1036,7 @@ class Run:
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
@@ -996,8 +1057,10 @@ class Run:
         if self.wandb:
             self.wandb.finish()
 
-        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
-        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
+        last_row = self.rows[-1]
+        print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
@@ -1011,35 +1074,40 @@ class ResumeArgs:
 
 
 def parse_args() -> Args:
-    """With --resume the options of the run are the defaults; what is typed changes them."""
+    """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
     path = Path(typed.run_dir or "") / "args.json"
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    args = tyro.cli(Args, description=__doc__, default=Args(**options))
-    for name, value in options.items():
-        if name != "resume" and getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    saved_args = Args()
+    for field in fields(Args):  # not checked yet: what is typed may repair them
+        setattr(saved_args, field.name, saved.get(field.name, field.default))
+    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    for name, value in asdict(args).items():
+        old_value = getattr(saved_args, name)
+        if name != "resume" and value != old_value:
+            print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
 
 
 # --- checkpoints ---
 # v1: checkpoint
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+# A checkpoint has one format, whether the model is sharded or not.
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def save_checkpoint(run, policy, optimizer, state: dict):
+def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+    saved["kl_coef_option"] = args.kl_coef
     if rank() == 0:
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def load_checkpoint(run, policy, optimizer) -> dict:
+def load_checkpoint(run, policy, optimizer, args) -> dict:
     """Restore weights, optimizer and logged rows.  -> state of the loop"""
     saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     dcp.set_state_dict(
@@ -1053,9 +1121,11 @@ def load_checkpoint(run, policy, optimizer) -> dict:
     run.start_time -= run.rows[-1]["time"]
     if rank() == 0:
         lines = [json.dumps(row) + "\n" for row in run.rows]
-        (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        replace_text(run.dir / "metrics.jsonl", "".join(lines))
     drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
+    if args.kl_coef != saved["kl_coef_option"]:
+        saved["state"]["kl_coef"] = args.kl_coef  # it was typed with --resume
     return saved["state"]
 
 
@@ -1067,7 +1137,14 @@ def drop_lines_after(global_step: int, path: Path):
             is_whole = line.endswith("\n")  # a kill may have left half a line
             if is_whole and json.loads(line)["global_step"] <= global_step:
                 kept.append(line)
-        path.write_text("".join(kept), encoding="utf-8")
+        replace_text(path, "".join(kept))
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def save_model(policy, tokenizer, folder: Path):
@@ -1101,6 +1178,11 @@ class Signals:
 
 # --- distributed ---
 # v1: distributed
+def num_processes() -> int:
+    """Processes that torchrun starts; known before they have met."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -1116,11 +1198,13 @@ def init_distributed(device):
     if device.type == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])
         if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: {torch.cuda.device_count()} GPUs, fewer than processes")
+            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")  # torch.distributed has no backend for others
+        if device.type != "cpu":
+            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
+        device = torch.device("cpu")
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one process prints
@@ -1141,16 +1225,17 @@ def shard(policy, device):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):  # add gradients up, like sum_gradients
+        if isinstance(module, FSDPModule):  # sum gradients over ranks: FSDP's default is the mean
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
 
 def sum_gradients(policy):
-    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP has done it."""
+    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP sums by itself."""
     if world_size() > 1 and not isinstance(policy, FSDPModule):
         for parameter in policy.parameters():
-            dist.all_reduce(parameter.grad)
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
 
 
 def sum_over_ranks(tensors):
@@ -1172,12 +1257,14 @@ def gather_rows(batch: dict, args) -> dict:
         return batch
     gathered = {}
     for name, tensor in batch.items():
-        if tensor.dim() == 2 and "prompt" not in name:  # responses: to one width
+        if tensor.dim() == 2 and "prompt" not in name:  # ranks have responses of unequal length
             tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
         parts = [torch.empty_like(tensor) for _ in range(world_size())]
         dist.all_gather(parts, tensor.contiguous())
-        gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # rank 0 had rows 0, 2, 4, ...
-    width = gathered["response_mask"].sum(1).max()
+        gathered[name] = torch.stack(parts, 1).flatten(
+            0, 1
+        )  # rank r had rows r, r + n, r + 2n, ...
+    width = max(1, int(gathered["response_mask"].sum(1).max()))
     for name, tensor in gathered.items():
         if tensor.dim() == 2 and "prompt" not in name:
             gathered[name] = tensor[:, :width]

@@ -3,26 +3,36 @@
 # dependencies = ["torch==2.13.0", "transformers==5.22.2", "tyro==1.0.16", "tqdm", "matplotlib",
 #     "wandb"]
 # ///
-r"""PPO for language models with experience replay (arXiv:1707.06347v2).
+r"""PPO for language models with experience replay (arXiv:1707.06347v2 and 1511.05952).
 
     for each iteration:
         sample and score, with the current policy or that of K iterations ago -> rollout_with_lag
-        draw past rollouts; compute their log-probs and advantages anew       -> draw_batch
-        update on fresh and drawn rollouts; correct tokens that an older
+        draw past rollouts; compute their log-probs and advantages again      -> draw_batch
+        update on fresh and drawn rollouts; correct the tokens that an older
             policy sampled                                                    -> stale_policy_loss
         put the fresh rollouts into the buffer                                -> ReplayBuffer.add
 
-What is added to ppo_v1.py, each with its marker in the code:
-    v2: lag         - sample with the policy of K iterations ago, as an asynchronous trainer does
-    v2: buffer      - past rollouts take part in later updates: which, how often, for how long
-    v2: correction  - six off-policy corrections for tokens that an older policy sampled
-    v2: log         - write rollouts to a file; start another run from it
-Without a lag and without --use-replay-buffer this is ppo_v1.py, bit for bit. The markers of ppo_v1.py
-(v1: checkpoint, schedule, accumulate, memory, best, kl, clip, nan, distributed) stand where they were.
+A marker in the code opens each addition to ppo.py:
+    v1: checkpoint   - save and resume, bit for bit on a CPU; a signal saves and ends the run
+    v1: schedule     - linear, cosine or constant learning rate, with a warm-up
+    v1: accumulate   - micro-batches: the same gradient with less memory
+    v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: best         - keep the best model; stop when the evaluation no longer improves
+    v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
+    v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
+    v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): the update of one process
+    v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
+    v2: buffer       - past rollouts take part in later updates: which, how often, for how long
+    v2: correction   - six rules for tokens that an older policy sampled
+    v2: log          - write rollouts to a file; start another run from it
+Without a lag and without --use-replay-buffer the numbers are those of ppo_v1.py, bit for bit.
 
-Names: mu sampled a rollout, prox is the policy before this update, pi the one that is trained.
+Three policies: mu sampled a token (mu_logprobs), prox is the policy before this update (logprobs),
+and pi is the policy that is trained (new_logprobs).
+
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-The algorithm comes first and ends with `main`; loading data and models and logging stand below it.
+The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v2.py --use-replay-buffer                                # sort digits, 20 seconds
     python ppo_v2.py --rollout-lag 8 --learning-rate 2e-4 --num-iterations 80
@@ -58,20 +68,17 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 # --- args ---
-# v2: buffer
-REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
-    new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
-    priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
-    replay_grow_iteration replay_advantages""".split()
+# v2: correction
+Correction = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"]
 
 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds weights, data order and sampling; held-out prompts are always the same
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
+    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
+    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
-    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time})
+    run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
     eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
@@ -79,7 +86,7 @@ class Args:
     # v1: checkpoint, distributed
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10  # iterations between checkpoints
-    fsdp: bool = False  # shard weights, gradients and optimizer over the ranks of torchrun
+    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
     # task
     task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
     min_digits: int = 3  # sort: length of the shortest list
@@ -96,7 +103,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate
+    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
@@ -106,114 +113,54 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # bfloat16 autocast; weights, log-probs and losses stay float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
-    early_stopping_patience: int | None = None  # stop after so many evaluations without improvement
+    early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
     norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
     clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
-    vf_clip_coef: float = 0.2  # clip range of value updates
+    vf_clip_coef: float = 0.2  # a value may move this far from its old value, in units of reward
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
     ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
-    target_kl: float | None = None  # end the epochs of an update once approx_kl exceeds 1.5 x this
+    target_kl: float | None = None  # no further step of an update once approx_kl is 1.5 x this
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
     # replay; v2: lag, correction, log
     rollout_lag: int = 0  # iterations between the policy that samples and the one that is trained
-    correction: Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", "m2po"] = (
-        "auto"  # of stale tokens (auto: dppo with a lag, else decoupled)
-    )
-    correction_limit: float | None = None  # limit of the correction (None: its own default)
+    correction: Correction = "auto"  # rule for stale tokens (auto: dppo with a lag, else decoupled)
+    correction_limit: float | None = None  # limit of that rule (None: the rule's own default)
     log_rollouts: bool = False  # write every response to rollouts.jsonl
     # v2: buffer
     use_replay_buffer: bool = False  # train on past rollouts, too
     replay_from: str | None = None  # rollouts.jsonl of another run, in the buffer from the start
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
     min_replay_size: int = 100  # rollouts needed before anything is drawn
-    replay_sample_size: int = 64  # rollouts drawn per update
-    new_samples_ratio: float | None = None  # share of fresh rollouts instead of replay_sample_size
-    use_priority_sampling: bool = True  # draw in proportion to the advantage; else uniformly
-    priority_alpha: float = 1.0  # exponent of the priority (0: uniform)
+    replay_sample_size: int = 64  # rollouts drawn per update, on top of the batch
+    new_samples_ratio: float | None = None  # share of fresh rollouts; replaces replay_sample_size
+    use_priority_sampling: bool = True  # draw in proportion to the advantage; else by age alone
+    priority_alpha: float = 1.0  # exponent of the priority (0: by age alone)
     priority_beta: float = 0.0  # how much of the sampling bias the weights undo, 0 to 1
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw
-    priority_age_tau: float | None = 50.0  # iterations in which the odds fall to 1/e (None: never)
-    max_replay_reuse: int = 32  # updates in which a rollout may be drawn, besides its fresh use
-    adaptive_reuse: bool = False  # max_replay_reuse / 3 while the last update's KL is 0.01 or more
-    staleness_threshold: int = 100  # iterations after which a rollout is dropped
+    priority_age_tau: float | None = 50.0  # age at which the odds are down to 1/e (None: all alike)
+    max_replay_reuse: int = 32  # a rollout may be drawn in this many updates
+    adaptive_reuse: bool = False  # a third of max_replay_reuse if the last update's KL was >= 0.01
+    staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
     replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
-    replay_advantages: Literal["positive", "all"] = "positive"  # train on gains only, or on all
+    replay_advantages: Literal["positive", "all"] = "positive"  # replay gains only, or all
 
     def __post_init__(self):
-        """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
-            "max_response_length", "num_iterations", "learning_rate", "update_epochs",
-            "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
-            # v1: the options that it adds
-            "save_every", "max_prompt_length", "gradient_accumulation_steps",
-            "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN, too
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in ("sft_steps", "gamma", "gae_lambda", "vf_coef", "kl_coef"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-        kind, _, path = self.task.partition(":")
-        if kind not in ("sort", "jsonl"):
-            raise ValueError(f"--task {self.task}: must be sort or jsonl:PATH")
-        if kind == "jsonl" and not Path(path).is_file():
-            raise ValueError(f"--task {self.task}: there is no file {path}")
-        if kind == "sort" and not self.min_digits <= self.max_digits < self.max_response_length:
-            raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
-        if self.reward_fn and not Path(self.reward_fn.rpartition(":")[0]).is_file():
-            raise ValueError(f"--reward-fn {self.reward_fn}: must be file.py:function")
-        if self.chat_template and not self.model_name:
-            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--batch-size must be a multiple of --num-minibatches")
-        # v1: checkpoint, accumulate, kl, distributed
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        rows = self.batch_size // self.num_minibatches
-        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if rows % (self.gradient_accumulation_steps * num_ranks):
-            raise ValueError("a minibatch must divide into micro-batches x ranks")
-        if self.ref_kl_target and not self.kl_coef:
-            raise ValueError("--ref-kl-target needs a --kl-coef to start from")
-        if self.fsdp and num_ranks == 1:
-            raise ValueError("--fsdp needs torchrun with two processes or more")
-        # v2: lag, correction, buffer
-        if self.rollout_lag and self.fsdp:
-            raise ValueError("--rollout-lag keeps whole copies of the weights: not with --fsdp")
-        if self.correction == "m2po" and self.gradient_accumulation_steps * num_ranks > 1:
-            raise ValueError("--correction m2po needs a whole minibatch at once, in one process")
-        if not 1 <= self.min_replay_size <= self.replay_buffer_size:
-            raise ValueError("--min-replay-size must be from 1 to --replay-buffer-size")
-        if self.new_samples_ratio is not None and not 0 < self.new_samples_ratio <= 1:
-            raise ValueError("--new-samples-ratio must be above 0 and at most 1")
-        if self.replay_from and not Path(self.replay_from).is_file():
-            raise ValueError(f"--replay-from: there is no file {self.replay_from}")
-        if self.replay_from and not Path(self.replay_from).stat().st_size:
-            raise ValueError(f"--replay-from: {self.replay_from} is empty")
-        if self.correction != "auto" and not (self.use_replay_buffer or self.rollout_lag):
-            raise ValueError("--correction does nothing without a lag or a replay buffer")
-        num_parts = self.num_minibatches * self.gradient_accumulation_steps * num_ranks
-        if self.use_replay_buffer and self.draws_per_update() < num_parts:
-            raise ValueError("fewer rollouts are drawn than there are micro-batches x ranks")
-        if self.rollout_lag and (self.clip_coef_high or self.dual_clip):
-            raise ValueError("--clip-coef-high and --dual-clip act on fresh tokens: not with a lag")
-        clips = self.stale_correction() in ("none", "behaviour", "decoupled")
-        if self.rollout_lag and not clips and self.clip_coef != Args.clip_coef:
-            raise ValueError(f"--clip-coef does nothing with a lag and {self.stale_correction()}")
-        for name in REPLAY_OPTIONS:
-            if not self.use_replay_buffer and getattr(self, name) != getattr(Args, name):
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} does nothing without --use-replay-buffer")
+        check_args(self)
+        check_v1_args(self)  # v1: all
+        check_v2_args(self)  # v2: all
+
+    # v1: accumulate, distributed
+    def num_parts(self) -> int:
+        """Micro-batches of an epoch, on all ranks."""
+        return self.num_minibatches * self.gradient_accumulation_steps * num_processes()
 
     # v2: correction
     def stale_correction(self) -> str:
@@ -251,12 +198,13 @@ class PolicyWithValue(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
         self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
-        self.eval()  # during training, too: dropout would be noise in the policy ratio
+        self.eval()  # also while training: dropout would be noise in the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
-        """Logits of the next token and values at the last positions.  -> (B,n,V), (B,n), cache
+        """Logits of the next token and values at the last n = num_last positions.
 
         With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
         output = self.lm(
@@ -268,6 +216,7 @@ class PolicyWithValue(nn.Module):
             output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
         values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
@@ -289,9 +238,9 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """The same without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    """`logprobs_and_values` without gradients, one minibatch at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
-    size = size // args.gradient_accumulation_steps  # v1: accumulate
+    size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
         minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
@@ -312,8 +261,8 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    Not torch.multinomial: a response would then depend on the other rows of its batch, and on
-    which of them have ended.
+    With torch.multinomial the random numbers of a row would depend on the rows before it, and
+    rows leave the batch when their response has ended.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -331,7 +280,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    ids, mask, cache = prompt_ids, prompt_mask, None  # the model makes a cache of its own kind
+    ids, mask, cache = prompt_ids, prompt_mask, None  # the model creates the cache
     rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
     for t in range(max_response_length):
         logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
@@ -341,14 +290,14 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         else:
             token = sample_token(logits, uniforms[rows, t])
         response_ids[rows, t] = token
-        response_mask[rows, t] = 1  # for EOS, too
+        response_mask[rows, t] = 1  # EOS included
         logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
         values[rows, t] = value[:, 0]
 
         unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # ended responses cost nothing
+        if len(unfinished) < len(rows):  # drop the rows whose response has ended
             rows = rows[unfinished]
             token = token[unfinished]
             mask = mask[unfinished]
@@ -358,13 +307,11 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     responses = dict(
         response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
-    return {
-        name: tensor[:, : t + 1] for name, tensor in responses.items()
-    }  # the longest ended at t
+    return {name: tensor[:, : t + 1] for name, tensor in responses.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses.
+    """Respond to prompts and score the responses. Sample, or without uniform numbers be greedy.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -377,27 +324,33 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     answers = answers[rank() :: world_size()]
     prompt_ids = inputs.input_ids[rank() :: world_size()]
     prompt_mask = inputs.attention_mask[rank() :: world_size()]
-    rows = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    rows |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+    if uniforms is not None:
+        uniforms = uniforms[rank() :: world_size()]
+    batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
+    batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
-    is_eos = torch.isin(rows["response_ids"], policy.eos_ids) & (rows["response_mask"] == 1)
-    is_text = (rows["response_mask"] == 1) & ~is_eos
-    text_ids = [ids[keep] for ids, keep in zip(rows["response_ids"], is_text, strict=True)]
-    responses = tokenizer.batch_decode(text_ids)  # <pad> inside a response is visible, and wrong
+    is_token = batch["response_mask"] == 1
+    is_eos = torch.isin(batch["response_ids"], policy.eos_ids) & is_token
+    is_text = is_token & ~is_eos
+    text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
+    responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
     scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
 
-    rows["ended"] = is_eos.any(1).float()
-    rows["scores"] = torch.tensor([float(score) for score in scores]).to(rows["ended"])
+    batch["ended"] = is_eos.any(1).float()
+    batch["scores"] = torch.tensor([float(score) for score in scores], device=is_eos.device)
     if not args.reward_fn:  # built-in scorers: a truncated response is wrong
-        rows["scores"] *= rows["ended"]
-    return rows
+        batch["scores"] *= batch["ended"]
+    return batch
 
 
 # v2: lag
 def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args, uniforms) -> dict:
-    """Sample with the weights of K iterations ago; evaluate the tokens with the current ones."""
+    """Sample with the weights of K iterations ago; then compute current log-probs and values.
+
+    The KL penalty and logged KLs are then averages over tokens of mu, not of the current policy.
+    """
     if args.rollout_lag:
         past_weights.append({name: x.cpu().clone() for name, x in policy.state_dict().items()})
         del past_weights[: -args.rollout_lag - 1]
@@ -429,8 +382,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence (k1). It has to be
-    part of the reward: as a term of the loss, its expected gradient would be zero.
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. It has to be part
+    of the reward: as a term of the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -438,7 +391,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 
 def k3_kl(logp, logq):
-    """Estimate of KL(p || q) from samples of p, never negative (Schulman's k3).  -> (B,R)"""
+    """Estimate of KL(p || q) from samples of p; k3 of joschu.net/blog/kl-approx.html.  -> (B,R)"""
     logratio = (logq - logp).clamp(-20, 20)
     return logratio.exp() - 1 - logratio
 
@@ -465,7 +418,7 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: where the advantage is negative, max() alone bounds nothing
+    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -489,7 +442,10 @@ def explained_variance(batch: dict) -> float:
 
 # v1: kl
 def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
-    """Proportional controller, section 2.2 of arXiv:1909.08593; kl in nats per response."""
+    """Controller of section 2.2 of arXiv:1909.08593, with the gain of its released code.
+
+    The KL is in nats per response. The coefficient moves by at most 0.2 * num_responses / 10,000.
+    """
     error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_responses / 10_000)
 
@@ -499,8 +455,8 @@ def lr_factor(iteration, args) -> float:
     """Learning rate of an iteration, as a fraction of the highest one."""
     if iteration <= args.warmup_steps:
         return iteration / (args.warmup_steps + 1)
-    progress = iteration - 1 - args.warmup_steps
-    progress = progress / (args.num_iterations - args.warmup_steps)
+    num_iterations = args.num_iterations - args.warmup_steps
+    progress = (iteration - 1 - args.warmup_steps) / num_iterations
     if args.lr_scheduler_type == "linear":
         return 1 - progress
     if args.lr_scheduler_type == "cosine":
@@ -510,40 +466,40 @@ def lr_factor(iteration, args) -> float:
 
 # --- corrections ---
 # v2: correction
-# Each rule is the weight of a token in the policy gradient -A * weight * grad log pi. pi, prox and
-# mu are log-probs: now, before this update, and when the token was sampled.
+# Each rule gives the weight of a token in the policy gradient: -A * weight * grad log pi.
+# Its arguments pi, prox and mu are log-probs of the token under these policies.
 def importance_ratio(logprobs, other_logprobs):
     return (logprobs - other_logprobs).clamp(-20, 20).exp()
 
 
 def inside_clip(ratios, advantages, clip_coef):
-    """1 where PPO's clipped surrogate has a gradient: the ratio may still move the way A pushes."""
+    """Whether PPO's clipped surrogate has a gradient: it has none beyond the clip range."""
     too_high = (advantages > 0) & (ratios > 1 + clip_coef)
     too_low = (advantages < 0) & (ratios < 1 - clip_coef)
     return ~(too_high | too_low)
 
 
 def none(pi, prox, mu, advantages, mask, clip_coef, limit=None):
-    """As if pi_prox had sampled the token."""
+    """Treat the token as if prox had sampled it."""
     ratios = importance_ratio(pi, prox)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
 def behaviour(pi, prox, mu, advantages, mask, clip_coef, limit=None):
-    """PPO as it is written: the old policy is the one that sampled."""
+    """PPO as in the paper: the old policy is the one that sampled."""
     ratios = importance_ratio(pi, mu)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
 def decoupled(pi, prox, mu, advantages, mask, clip_coef, limit=2.0):
-    """Clip the step from pi_prox; importance weight pi_prox/mu (arXiv:2110.00641, section 4)."""
+    """Clip the step from prox; importance weight prox/mu (arXiv:2110.00641, section 4)."""
     ratios = importance_ratio(pi, prox)
     correction = importance_ratio(prox, mu).clamp(max=limit)
     return correction * ratios * inside_clip(ratios, advantages, clip_coef)
 
 
 def cispo(pi, prox, mu, advantages, mask, clip_coef, limit=4.0):
-    """Bound the weight of a token; drop none (arXiv:2506.13585)."""
+    """Bound the weight of a token, and never drop one (arXiv:2506.13585)."""
     return importance_ratio(pi, mu).clamp(max=1 + limit)
 
 
@@ -554,16 +510,19 @@ def dppo(pi, prox, mu, advantages, mask, clip_coef, limit=0.2):
 
 
 def m2po(pi, prox, mu, advantages, mask, clip_coef, limit=0.04):
-    """Drop the largest moves until the mean square log-ratio is small (arXiv:2510.01161)."""
+    """Drop the tokens that moved most until the mean square log-ratio is small (arXiv:2510.01161).
+
+    Only tokens that the gradient would move further from mu may be dropped.
+    """
     logratio = (pi - mu).clamp(-20, 20)
     squares = logratio**2 * mask
     may_drop = (logratio * advantages > 0) & (mask > 0)
     largest, order = (squares * may_drop).flatten().sort(descending=True)
-    # mean square of what is left before the first, second, ... of them is dropped
+    # entry k: sum and number of squares that are left after k tokens are dropped
     sum_left = squares.sum() - largest.cumsum(0) + largest
     num_left = mask.sum() - torch.arange(len(largest), device=mask.device)
     too_large = sum_left / num_left.clamp(min=1) > limit
-    num_dropped = too_large.long().cumprod(0).sum()  # drop until the mean is small enough
+    num_dropped = too_large.long().cumprod(0).sum()  # the first k at which it is small enough
     kept = torch.ones_like(mask)
     kept.view(-1)[order[:num_dropped]] = 0
     return importance_ratio(pi, mu) * torch.where(may_drop, kept, 1)
@@ -574,13 +533,13 @@ CORRECTIONS = dict(
 )
 
 
-def stale_policy_loss(correction, logprobs, prox, mu, advantages, mask, clip_coef, limit=None):
+def stale_policy_loss(correction, pi, prox, mu, advantages, mask, clip_coef, limit=None):
     """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R)."""
     options = {} if limit is None else dict(limit=limit)
     rule = CORRECTIONS[correction]
-    weights = rule(logprobs.detach(), prox, mu, advantages, mask, clip_coef, **options)
-    # 1 + log pi - log pi has the value 1 and the gradient of log pi
-    loss = -advantages * weights * (1 + logprobs - logprobs.detach())
+    weights = rule(pi.detach(), prox, mu, advantages, mask, clip_coef, **options)
+    # 1 + pi - pi.detach() has the value 1 and the gradient of pi
+    loss = -advantages * weights * (1 + pi - pi.detach())
     return loss, (weights == 0).float()
 
 
@@ -591,13 +550,17 @@ STORED = """prompt_ids prompt_mask response_ids response_mask scores ended advan
 
 
 class ReplayBuffer:
-    """Past rollouts, oldest first: a batch on the CPU with birth, reuse and priority (N,)."""
+    """Past rollouts, oldest first.
+
+    The rows are a batch on the CPU, with three more columns (N,): birth, the iteration in which a
+    rollout was sampled; reuse, the number of updates in which it was drawn; and its priority.
+    """
 
     def __init__(self, args):
         self.args = args
         self.rows = {}
-        self.num_draws = 0  # calls of `draw` that drew something
-        self.num_reused = 0  # rollouts drawn so far, counted once per draw
+        self.num_draws = 0  # updates with drawn rollouts
+        self.num_reused = 0  # sum of reuse over all rollouts, those that were dropped included
 
     def __len__(self):
         return len(self.rows["scores"]) if self.rows else 0
@@ -623,7 +586,7 @@ class ReplayBuffer:
     def add(self, batch: dict, iteration: int):
         """Insert fresh rollouts, then drop what is too old, used up, or beyond the capacity."""
         args = self.args
-        has_tokens = batch["response_mask"].any(1)  # a score that was NaN has left none
+        has_tokens = batch["response_mask"].any(1)  # not if the score was NaN
         new = {name: batch[name][has_tokens].cpu() for name in STORED}
         new["birth"] = torch.full_like(new["scores"], iteration, dtype=torch.long)
         new["reuse"] = torch.zeros_like(new["birth"])
@@ -640,19 +603,22 @@ class ReplayBuffer:
         self.rows = {name: tensor[keep] for name, tensor in rows.items()}
 
     def draw(self, iteration: int, last_kl: float):
-        """Draw with replacement: a rare success may fill a draw.  -> indices, sample_weights (n,)"""
+        """Draw with replacement, so that copies of a rare success may fill a draw.
+
+        Returns indices and sample_weights (n,).
+        """
         args = self.args
         nothing = torch.zeros(0, dtype=torch.long), torch.zeros(0)
         if len(self) < args.min_replay_size:
             return nothing
         max_reuse = args.max_replay_reuse
         if args.adaptive_reuse and last_kl >= 0.01:
-            max_reuse = max(1, max_reuse // 3)  # the policy moves fast: what was drawn often waits
+            max_reuse = max(1, max_reuse // 3)  # while the policy moves fast
         may_draw = self.rows["reuse"] < max_reuse
-        num_live = int(may_draw.sum())
-        # a multiple of these, so that all micro-batches of all ranks have the same size
-        num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
-        num_drawn = min(args.draws_per_update(), num_live) // num_parts * num_parts
+        num_rows = int(may_draw.sum())
+        # all micro-batches of all ranks get the same number of drawn rollouts
+        num_drawn = min(args.draws_per_update(), num_rows)
+        num_drawn = num_drawn // args.num_parts() * args.num_parts()
         if num_drawn == 0:
             return nothing
 
@@ -666,9 +632,9 @@ class ReplayBuffer:
         odds = odds / odds.sum()
         indices = odds.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
-        sample_weights = (num_live * odds[indices]) ** -beta  # section 3.4 of arXiv:1511.05952
+        sample_weights = (num_rows * odds[indices]) ** -beta  # section 3.4 of arXiv:1511.05952
         sample_weights = (sample_weights / sample_weights.max()).float()
-        copy_from_rank_0([indices, sample_weights])  # priorities may differ in their last bit
+        copy_from_rank_0([indices, sample_weights])  # ranks may differ in the last bit
 
         drawn_rows = indices.unique()
         self.rows["reuse"][drawn_rows] += 1
@@ -704,7 +670,7 @@ def join(batches: list[dict]) -> dict:
 
 
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
-    """Drawn rollouts as the current policy and critic see them; {} if there are none."""
+    """Drawn rollouts with current log-probs, values and advantages; {} if there are none."""
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
     if len(indices) == 0:
         return {}
@@ -719,7 +685,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     drawn["logprobs"], _, drawn["values"] = logprobs_and_values_in_parts(policy, drawn, args)
     add_advantages(drawn, state["kl_coef"], args)
     buffer.rows["priority"][indices] = buffer.priorities(drawn)
-    if args.replay_advantages == "positive":  # eq. 2 of arXiv:1806.05249: imitate gains only
+    if args.replay_advantages == "positive":  # eq. 2 of arXiv:1806.05635: imitate gains only
         drawn["advantages"] = drawn["advantages"].clamp(min=0)
     elif args.norm_adv:
         drawn["advantages"] = whiten(drawn["advantages"], drawn["response_mask"])
@@ -729,7 +695,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
 
 
 def mix(batch: dict, drawn: dict) -> dict:
-    """Fresh rollouts, which count as they are, and after them the drawn ones, if there are any."""
+    """Fresh rollouts with weight 1, and after them the drawn ones, if there are any."""
     sample_weights = torch.ones_like(batch["scores"])[:, None]
     is_replayed = torch.zeros_like(sample_weights)
     fresh = batch | dict(sample_weights=sample_weights, is_replayed=is_replayed)
@@ -780,29 +746,32 @@ def add_advantages(batch: dict, kl_coef, args):
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """-> loss, dict of statistics; sums over these rows, divided by the minibatch's tokens"""
+    """-> loss, dict of statistics, of these rows; v1: accumulate: they may be a part of a minibatch
+
+    Everything is a sum over the tokens of these rows, divided by num_tokens of the whole minibatch.
+    """
     mask = minibatch["response_mask"].float()
-    old_logprobs = minibatch["logprobs"]
-    logprobs, entropy, values = logprobs_and_values(policy, minibatch)
+    logprobs = minibatch["logprobs"]
+    new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     pg_loss, clipped = policy_loss(
+        new_logprobs,
         logprobs,
-        old_logprobs,
         minibatch["advantages"],
         args.clip_coef,
         args.clip_coef_high,
         args.dual_clip,
     )
-    v_loss = value_loss(values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
+    v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     # v2: correction
     is_replayed = minibatch["is_replayed"]  # (B,1)
     is_stale = (is_replayed > 0) | (args.rollout_lag > 0)
     stale_loss, dropped = stale_policy_loss(
         args.stale_correction(),
+        new_logprobs,
         logprobs,
-        old_logprobs,
         minibatch["mu_logprobs"],
         minibatch["advantages"],
         mask * is_stale,
@@ -815,16 +784,16 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     pg_loss = pg_loss * minibatch["sample_weights"]
     v_loss = v_loss * minibatch["sample_weights"]
     if args.replay_advantages == "positive":
-        # From gains alone the critic would learn to expect gains. Its loss is still divided by all
-        # tokens, so that with replay the critic takes smaller steps.
+        # From gains alone the critic would learn to expect gains, so drawn tokens do not train it.
+        # They still count in num_tokens: with replay the value loss has a smaller weight.
         v_loss = v_loss * (1 - is_replayed)
     per_token = dict(
         policy_loss=pg_loss,
         value_loss=v_loss,
         entropy=entropy,
-        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        approx_kl=k3_kl(logprobs, new_logprobs.detach()),
         clipfrac=clipped,
-        abs_logratio=(logprobs.detach() - old_logprobs).abs(),
+        abs_logratio=(new_logprobs.detach() - logprobs).abs(),
     )
     if args.use_replay_buffer:  # v2: buffer
         per_token["clipfrac_replay"] = clipped * is_replayed
@@ -838,11 +807,11 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Several epochs of minibatch steps.  -> metrics, means over the steps"""
     if args.norm_adv:
-        # v2: buffer: fresh rollouts only; draw_batch has taken care of the drawn ones
+        # v2: buffer: fresh rollouts only. Drawn gains keep their scale: centered, some would be
+        # losses. With --replay-advantages all, draw_batch has normalized the drawn ones.
         is_replayed = batch["is_replayed"]
         advantages = whiten(batch["advantages"], batch["response_mask"] * (1 - is_replayed))
         batch = batch | dict(advantages=advantages + batch["advantages"] * is_replayed)
-    parameters = optimizer.param_groups[0]["params"]
     device = batch["response_ids"].device
     steps = []
     num_skipped = 0
@@ -856,31 +825,37 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
         minibatches = [torch.cat(pair) for pair in parts]
         for mb_inds in minibatches:
             optimizer.zero_grad()
-            # v1: accumulate, distributed
+            # v1: accumulate, distributed: sums over micro-batches and ranks are divided by these
             num_tokens = batch["response_mask"][mb_inds].sum()
             my_inds = mb_inds[rank() :: world_size()]
-            micro_stats = []
+            stats = {}
             for micro_inds in my_inds.chunk(args.gradient_accumulation_steps):
-                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, stats = ppo_loss(policy, minibatch, num_tokens, args)
+                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
                 loss.backward()
-                micro_stats.append(stats)
-            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+                for name, value in micro_stats.items():
+                    stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
+            # v1: distributed: with FSDP policy.parameters() are not those of the optimizer
+            parameters = optimizer.param_groups[0]["params"]
             grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
             steps.append(stats)
+            # v1: kl
+            moved_too_far = args.target_kl and stats["approx_kl"] > 1.5 * args.target_kl
+            if moved_too_far:
+                break
             if all(value.isfinite() for value in stats.values()):
                 optimizer.step()
             else:
                 num_skipped += 1  # a NaN must not reach the weights
-        # v1: kl
-        if args.target_kl and steps[-1]["approx_kl"] > 1.5 * args.target_kl:
+        if moved_too_far:  # v1: kl
             break
-    if num_skipped == len(steps) and batch["response_mask"].any():  # v1: nan: else no score counts
+    # v1: nan: a batch without any valid score has no tokens, and it is not an error
+    if num_skipped == len(steps) and batch["response_mask"].any():
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy is still the one that sampled: its log-probs must agree.
+    # At the first step the policy is still the one before the update: its log-probs must agree.
     metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
     metrics["losses/skipped_steps"] = num_skipped
     for name in steps[0]:
@@ -899,7 +874,7 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
-        # v1: distributed: each rank takes as many prompts; a rest is filled up with copies
+        # v1: distributed: add copies of a prompt until every rank has the same number of prompts
         copies = some_pairs[:1] * (-len(some_pairs) % world_size())
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch, args)
@@ -927,8 +902,8 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
-    """What was sampled, in numbers."""
-    # v1: nan: leave responses without a score out
+    """Metrics of the sampled responses."""
+    # v1: nan: leave out responses without a score
     is_scored = batch["response_mask"].any(1)
     num_nan_scores = (~is_scored).sum().item()
     batch = {name: tensor[is_scored] for name, tensor in batch.items()}
@@ -949,6 +924,21 @@ def batch_metrics(batch: dict, args) -> dict[str, float]:
     return metrics
 
 
+# v1: best
+def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
+    """Save the model to best/ if this is the best evaluation so far."""
+    state["evals_without_improvement"] += 1
+    if metrics["eval/score"] > state["best_score"]:
+        state["best_score"] = metrics["eval/score"]
+        state["evals_without_improvement"] = 0
+        save_model(policy, tokenizer, run.dir / "best")
+
+
+def is_out_of_patience(state: dict, args) -> bool:
+    patience = args.early_stopping_patience
+    return patience is not None and state["evals_without_improvement"] >= patience
+
+
 # --- main ---
 def main(args: Args) -> dict[str, float]:
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:  # v1: checkpoint
@@ -965,7 +955,7 @@ def main(args: Args) -> dict[str, float]:
     train_pairs = drop_long_prompts(train_pairs, tokenizer, args)
     eval_pairs = drop_long_prompts(eval_pairs, tokenizer, args)
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
-    if args.model_name is None:
+    if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
@@ -987,46 +977,46 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args)
     progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
+    buffer = ReplayBuffer(args)  # v2: buffer
     # v1: checkpoint, kl, best
     state = dict(
         iteration=0,
         kl_coef=args.kl_coef,
         best_score=-math.inf,
         evals_without_improvement=0,
-        stop_early=False,
         # v2: lag, buffer
         past_weights=[],
         last_kl=0.0,
+        buffer=buffer.state_dict(),
     )
-    buffer = ReplayBuffer(args)  # v2: buffer
     if args.resume and (run.dir / "checkpoint.pt").exists():
-        state |= load_checkpoint(run, policy, optimizer)
-        if not args.ref_kl_target:
-            state["kl_coef"] = args.kl_coef  # it may be typed anew
+        state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
         progress.update(state["iteration"])
         # v2: buffer, log
         buffer.load_state_dict(state["buffer"])
         drop_lines_after(run.rows[-1]["global_step"], run.dir / "rollouts.jsonl")
     else:
-        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         drop_lines_after(-1, run.dir / "samples.jsonl")
+        metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics)
         run.log_samples(0, samples)
         print_samples("before training", samples)
-        if math.isfinite(metrics["eval/score"]):
-            state["best_score"] = metrics["eval/score"]
-        save_model(policy, tokenizer, run.dir / "best")
+        keep_if_best(state, metrics, policy, tokenizer, run)
         # v2: log
         drop_lines_after(-1, run.dir / "rollouts.jsonl")
         if args.replay_from:
             buffer.add(read_rollouts(args.replay_from, policy, tokenizer, args), iteration=0)
-    last_iteration = state["iteration"] if state["stop_early"] else args.num_iterations
     signals = Signals()
 
-    for iteration in range(state["iteration"] + 1, last_iteration + 1):
+    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+        # v1: best
+        if is_out_of_patience(state, args):
+            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
+            break
         start_time = time.time()
-        torch.manual_seed(args.seed * 1_000_003 + iteration)  # nothing depends on earlier draws
+        # the random numbers of an iteration depend on nothing else
+        torch.manual_seed(args.seed * 1_000_003 + iteration)
         learning_rate = args.learning_rate * lr_factor(iteration, args)  # v1: schedule
         optimizer.param_groups[0]["lr"] = learning_rate
 
@@ -1034,12 +1024,11 @@ def main(args: Args) -> dict[str, float]:
         global_step = iteration * args.batch_size
         pairs = prompt_order[global_step - args.batch_size : global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
-        uniforms = uniforms[rank() :: world_size()]  # v1: distributed
         # v2: lag
         batch = rollout_with_lag(
             policy, state["past_weights"], pairs, tokenizer, scorer, args, uniforms
         )
-        # v1: nan: without tokens in its mask a response has no part in the update
+        # v1: nan: a response without tokens in its mask does not enter the update
         is_finite = batch["scores"].isfinite()
         batch["scores"] = batch["scores"].where(is_finite, 0.0)
         batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -1061,18 +1050,19 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. update
         losses = update(policy, optimizer, train_batch, args)  # v2: buffer
-        # v2: lag: these log-probs were computed anew; in the first iteration mu is the same policy
+        # v2: lag: compare with the sampler. In the first iteration mu is the current policy.
         if args.rollout_lag and iteration == 1:
             gap = (batch["logprobs"] - batch["mu_logprobs"]).abs()
             mismatch = masked_mean(gap, batch["response_mask"]).item()
             losses["rollout/logprob_mismatch"] = mismatch
         if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
-            sys.exit(f"the cached steps of {args.model_name} do not agree with its forward pass")
+            sys.exit("the model's log-probs differ between sampling with a cache and training")
 
         # v2: buffer, log
         state["last_kl"] = losses["losses/approx_kl"]
         if args.use_replay_buffer:
             buffer.add(batch, iteration)
+            state["buffer"] = buffer.state_dict()
         if args.log_rollouts:
             write_rollouts(run.dir / "rollouts.jsonl", batch, global_step, tokenizer)
 
@@ -1085,17 +1075,12 @@ def main(args: Args) -> dict[str, float]:
             "time/update": time.time() - start_time - rollout_time,
         }
         metrics |= batch_metrics(batch, args) | losses
-        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
             metrics |= eval_metrics
             run.log_samples(global_step, samples)
-            # v1: best
-            state["evals_without_improvement"] += 1
-            if metrics["eval/score"] > state["best_score"]:
-                state["best_score"] = metrics["eval/score"]
-                state["evals_without_improvement"] = 0
-                save_model(policy, tokenizer, run.dir / "best")
+            keep_if_best(state, metrics, policy, tokenizer, run)  # v1: best
+        metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
         metrics |= stale_metrics(batch, drawn, buffer, iteration, args)  # v2: lag, buffer
         run.log(metrics)
         # v1: kl
@@ -1116,22 +1101,18 @@ def main(args: Args) -> dict[str, float]:
 
         # v1: checkpoint, best
         state["iteration"] = iteration
-        state["stop_early"] = state["evals_without_improvement"] == args.early_stopping_patience
-        is_last = state["stop_early"] or iteration == args.num_iterations
-        interrupted = any_rank(signals.received, device)
-        if is_last or interrupted or iteration % args.save_every == 0:
-            state["buffer"] = buffer.state_dict()  # v2: buffer
-            save_checkpoint(run, policy, optimizer, state)
-        if interrupted and not is_last:
-            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+        is_last = iteration == args.num_iterations or is_out_of_patience(state, args)
+        is_interrupted = any_rank(signals.received, device)
+        if is_last or is_interrupted or iteration % args.save_every == 0:
+            save_checkpoint(run, policy, optimizer, state, args)
+        if is_interrupted and not is_last:
+            progress.close()
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
             return metrics
-        if state["stop_early"]:
-            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
-            break
 
     progress.close()
-    signals.release()  # v1: checkpoint
     print_samples("after training", samples)
+    signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
     panels = {
         "mean score of a response": ["charts/score", "eval/score"],
@@ -1139,40 +1120,156 @@ def main(args: Args) -> dict[str, float]:
         "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
         "explained variance of the returns": ["losses/explained_variance"],
     }
-    if args.rollout_lag or args.use_replay_buffer:  # v2: lag, buffer
-        panels |= {
-            "KL from the sampler (nats per token)": ["lag/kl_behaviour", "replay/kl_behaviour"],
-            "effective share of stale tokens": ["lag/ess", "replay/ess"],
-            "uses of a rollout": ["sample_efficiency", "avg_sample_reuse"],
-        }
+    # v2: lag, buffer
+    if args.rollout_lag or args.use_replay_buffer:
+        panels["KL from the sampler (nats per token)"] = ["lag/kl_behaviour", "replay/kl_behaviour"]
+        panels["effective share of stale tokens"] = ["lag/ess", "replay/ess"]
+    if args.use_replay_buffer:
+        panels["uses of a rollout"] = ["sample_efficiency", "avg_sample_reuse"]
     run.finish(panels)
     return metrics
+
+
+# --- option checks ---
+def check_args(args: Args):
+    """Called for every Args. tyro shows a ValueError as an error of the command line."""
+    for name in (
+        "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
+        "max_response_length", "num_iterations", "learning_rate", "update_epochs",
+        "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
+    ):  # fmt: skip
+        if not getattr(args, name) > 0:  # this refuses NaN as well
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    for name in ("sft_steps", "vf_coef", "ent_coef", "kl_coef"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+    kind, _, path = args.task.partition(":")
+    if kind not in ("sort", "jsonl"):
+        raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
+    if kind == "jsonl" and not Path(path).is_file():
+        raise ValueError(f"--task {args.task}: there is no file {path}")
+    if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
+        raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+    if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
+        raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+    if args.batch_size % args.num_minibatches:
+        raise ValueError("--batch-size must be a multiple of --num-minibatches")
+
+
+# v1: checkpoint, accumulate, kl, clip, distributed
+def check_v1_args(args: Args):
+    for name in (
+        "save_every", "max_prompt_length", "gradient_accumulation_steps",
+        "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.warmup_steps < 0:
+        raise ValueError("--warmup-steps must not be negative")
+    if args.resume and not args.run_dir:
+        raise ValueError("--resume needs --run-dir")
+    if args.batch_size % args.num_parts():
+        raise ValueError(
+            f"--batch-size must be a multiple of {args.num_parts()}: --num-minibatches x "
+            "--gradient-accumulation-steps x processes of torchrun"
+        )
+    if args.ref_kl_target and not args.kl_coef:
+        raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+    if args.dual_clip and args.dual_clip <= 1:
+        raise ValueError("--dual-clip must be above 1")
+    if args.fsdp and num_processes() == 1:
+        raise ValueError("--fsdp needs torchrun with two processes or more")
+
+
+# v2: lag, correction, buffer
+REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
+    new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
+    priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
+    replay_grow_iteration replay_advantages""".split()
+
+
+def check_v2_args(args: Args):
+    for name in (
+        "correction_limit", "replay_sample_size", "priority_age_tau", "max_replay_reuse",
+        "staleness_threshold", "replay_start_size", "replay_grow_iteration",
+    ):  # fmt: skip
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    for name in ("rollout_lag", "priority_alpha", "priority_beta", "priority_beta_increment"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    for name in REPLAY_OPTIONS:
+        if not args.use_replay_buffer and getattr(args, name) != getattr(Args, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs --use-replay-buffer")
+
+    has_stale_tokens = args.use_replay_buffer or args.rollout_lag
+    rule = args.stale_correction()
+    if args.rollout_lag and args.fsdp:
+        raise ValueError("--rollout-lag needs whole copies of the weights, --fsdp has none")
+    if args.rollout_lag and (args.clip_coef_high or args.dual_clip):
+        raise ValueError("--clip-coef-high and --dual-clip do nothing with a lag")
+    if args.rollout_lag and rule in ("cispo", "dppo", "m2po") and args.clip_coef != Args.clip_coef:
+        raise ValueError(f"--clip-coef does nothing with a lag and --correction {rule}")
+    if rule == "m2po" and has_stale_tokens and args.num_parts() > args.num_minibatches:
+        raise ValueError("--correction m2po needs a whole minibatch at once, in one process")
+    if args.correction != "auto" and not has_stale_tokens:
+        raise ValueError("--correction does nothing without a lag or a replay buffer")
+    if args.correction_limit and (not has_stale_tokens or rule in ("none", "behaviour")):
+        raise ValueError(f"--correction-limit does nothing with --correction {rule}")
+
+    if not 1 <= args.min_replay_size <= args.replay_buffer_size:
+        raise ValueError("--min-replay-size must be from 1 to --replay-buffer-size")
+    if args.new_samples_ratio is not None and not 0 < args.new_samples_ratio < 1:
+        raise ValueError("--new-samples-ratio must be above 0 and below 1")
+    if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
+        raise ValueError(
+            f"--replay-sample-size must be at least {args.num_parts()}: --num-minibatches x "
+            "--gradient-accumulation-steps x processes of torchrun"
+        )
+    if args.replay_from and not Path(args.replay_from).is_file():
+        raise ValueError(f"--replay-from: there is no file {args.replay_from}")
+    if args.replay_from and not Path(args.replay_from).stat().st_size:
+        raise ValueError(f"--replay-from: {args.replay_from} is empty")
 
 
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
     """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # up to two levels of them may be in a box
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
         return boxed[-1].strip()
     return text.split("####")[-1].strip()
 
 
+def last_number(text: str) -> float | None:
+    """The last word that is a number: 72 in "so it is $72$.", and not the 3 of 10^{3}."""
+    for word in reversed(re.split(r"[\s=]+", text)):
+        word = re.sub(r"[$%*()\\]", "", word).rstrip(".,:;!?")
+        if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", word) and word.strip("+-"):
+            return float(word.replace(",", ""))
+    return None
+
+
 def verify(response: str, answer: str) -> bool:
-    """Compare final answers: the last word that is a number if the answer is one, else the text."""
+    """Compare final answers: as numbers if the answer is a number, else as text."""
     response = final_answer(response)
-    number = r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+"
-    words = [word.lstrip("$*(").rstrip("%*.,:;!?)") for word in re.split(r"[\s=]+", response)]
-    numbers = [word for word in words if re.fullmatch(number, word)]  # not the 3 of 10^{3}
-    if numbers and re.fullmatch(number, answer):
-        return float(numbers[-1].replace(",", "")) == float(answer.replace(",", ""))
+    if re.fullmatch(r"[$\d.,+-]+", answer) and last_number(answer) is not None:
+        return last_number(response) == last_number(answer)
     return response == answer
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # json decodes it, and finds bad bytes
+    for number, line in enumerate(open(path, "rb"), 1):  # bytes: json reports bad ones
         if not line.strip():
             continue
         try:
@@ -1271,15 +1368,11 @@ def write_rollouts(path: Path, batch: dict, global_step: int, tokenizer):
 
 
 def read_rollouts(path: str, policy, tokenizer, args) -> dict:
-    """A file of write_rollouts as a batch; `policy` is still the reference."""
+    """Read a file of write_rollouts into a batch. The policy has not been trained yet."""
     parts = []
     for number, line in enumerate(open(path, encoding="utf-8"), 1):
         try:
             row = json.loads(line)
-            if len(row["logprobs"]) != len(row["response_ids"]):
-                raise ValueError("one log-prob per token")
-            if max(row["prompt_ids"] + row["response_ids"]) >= len(tokenizer):
-                raise ValueError("tokens of another model")
             part = dict(
                 prompt_ids=torch.tensor([row["prompt_ids"]]),
                 response_ids=torch.tensor([row["response_ids"]]),
@@ -1287,7 +1380,11 @@ def read_rollouts(path: str, policy, tokenizer, args) -> dict:
                 scores=torch.tensor([float(row["score"])]),
                 ended=torch.tensor([float(row["ended"])]),
             )
-        except (ValueError, KeyError, TypeError):
+            is_valid = max(row["prompt_ids"] + row["response_ids"]) < len(tokenizer)
+            is_valid = is_valid and len(row["logprobs"]) == len(row["response_ids"])
+        except (ValueError, KeyError, TypeError, RuntimeError):
+            is_valid = False
+        if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must have prompt_ids, response_ids, logprobs, score and "
                 "ended, with tokens of this model and one log-prob per token"
@@ -1304,12 +1401,12 @@ def read_rollouts(path: str, policy, tokenizer, args) -> dict:
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for what is built in, which is fastest there; else an accelerator, if any."""
+    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # without check_available the answer is that of the build, on a machine without a GPU, too
+    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -1340,7 +1437,7 @@ def make_tiny_lm(tokenizer):
 
 
 def warm_start(lm, pairs, tokenizer, args):
-    """Teach the tiny model what an answer looks like: the right digits in a random order."""
+    """Teach the tiny model what an answer looks like: the right characters in a random order."""
     print(f"warm start: {args.sft_steps} supervised steps on scrambled answers", flush=True)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/scramble")
@@ -1368,7 +1465,7 @@ def load_lm(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masks follow from lengths, not from pad ids
+        tokenizer.pad_token = tokenizer.eos_token  # fine: no mask is computed from pad ids
 
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
@@ -1378,8 +1475,9 @@ def load_lm(args):
 
 # v1: memory
 def transformer_layers(model):
-    """The longest list of modules in a model."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    """The list of modules that holds most of the parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
 # v1: memory
@@ -1410,7 +1508,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
         (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
@@ -1454,7 +1552,7 @@ class Run:
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
@@ -1475,8 +1573,10 @@ class Run:
         if self.wandb:
             self.wandb.finish()
 
-        change = f"eval/score {self.rows[0]['eval/score']:.2f} -> {self.rows[-1]['eval/score']:.2f}"
-        print(f"{change}, {self.rows[-1]['global_step']} responses, {self.rows[-1]['time']:.0f} s")
+        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
+        last_row = self.rows[-1]
+        print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
@@ -1490,35 +1590,40 @@ class ResumeArgs:
 
 
 def parse_args() -> Args:
-    """With --resume the options of the run are the defaults; what is typed changes them."""
+    """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
     path = Path(typed.run_dir or "") / "args.json"
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    options = {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    args = tyro.cli(Args, description=__doc__, default=Args(**options))
-    for name, value in options.items():
-        if name != "resume" and getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    saved_args = Args()
+    for field in fields(Args):  # not checked yet: what is typed may repair them
+        setattr(saved_args, field.name, saved.get(field.name, field.default))
+    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    for name, value in asdict(args).items():
+        old_value = getattr(saved_args, name)
+        if name != "resume" and value != old_value:
+            print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
 
 
 # --- checkpoints ---
 # v1: checkpoint
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+# A checkpoint has one format, whether the model is sharded or not.
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def save_checkpoint(run, policy, optimizer, state: dict):
+def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+    saved["kl_coef_option"] = args.kl_coef
     if rank() == 0:
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def load_checkpoint(run, policy, optimizer) -> dict:
+def load_checkpoint(run, policy, optimizer, args) -> dict:
     """Restore weights, optimizer and logged rows.  -> state of the loop"""
     saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     dcp.set_state_dict(
@@ -1532,9 +1637,11 @@ def load_checkpoint(run, policy, optimizer) -> dict:
     run.start_time -= run.rows[-1]["time"]
     if rank() == 0:
         lines = [json.dumps(row) + "\n" for row in run.rows]
-        (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        replace_text(run.dir / "metrics.jsonl", "".join(lines))
     drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
+    if args.kl_coef != saved["kl_coef_option"]:
+        saved["state"]["kl_coef"] = args.kl_coef  # it was typed with --resume
     return saved["state"]
 
 
@@ -1546,7 +1653,14 @@ def drop_lines_after(global_step: int, path: Path):
             is_whole = line.endswith("\n")  # a kill may have left half a line
             if is_whole and json.loads(line)["global_step"] <= global_step:
                 kept.append(line)
-        path.write_text("".join(kept), encoding="utf-8")
+        replace_text(path, "".join(kept))
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def save_model(policy, tokenizer, folder: Path):
@@ -1580,6 +1694,11 @@ class Signals:
 
 # --- distributed ---
 # v1: distributed
+def num_processes() -> int:
+    """Processes that torchrun starts; known before they have met."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -1595,11 +1714,13 @@ def init_distributed(device):
     if device.type == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])
         if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: {torch.cuda.device_count()} GPUs, fewer than processes")
+            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
-        device = torch.device("cpu")  # torch.distributed has no backend for others
+        if device.type != "cpu":
+            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
+        device = torch.device("cpu")
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one process prints
@@ -1620,29 +1741,23 @@ def shard(policy, device):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
     for module in policy.modules():
-        if isinstance(module, FSDPModule):  # add gradients up, like sum_gradients
+        if isinstance(module, FSDPModule):  # sum gradients over ranks: FSDP's default is the mean
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
 
 
 def sum_gradients(policy):
-    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP has done it."""
+    """Losses are divided by the tokens of all ranks, so gradients add up. FSDP sums by itself."""
     if world_size() > 1 and not isinstance(policy, FSDPModule):
         for parameter in policy.parameters():
-            dist.all_reduce(parameter.grad)
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
 
 
 def sum_over_ranks(tensors):
     if world_size() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
-
-
-# v2: buffer
-def copy_from_rank_0(tensors):
-    if world_size() > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor, 0)
 
 
 def any_rank(flag: bool, device) -> bool:
@@ -1658,16 +1773,25 @@ def gather_rows(batch: dict, args) -> dict:
         return batch
     gathered = {}
     for name, tensor in batch.items():
-        if tensor.dim() == 2 and "prompt" not in name:  # responses: to one width
+        if tensor.dim() == 2 and "prompt" not in name:  # ranks have responses of unequal length
             tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
         parts = [torch.empty_like(tensor) for _ in range(world_size())]
         dist.all_gather(parts, tensor.contiguous())
-        gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # rank 0 had rows 0, 2, 4, ...
-    width = gathered["response_mask"].sum(1).max()
+        gathered[name] = torch.stack(parts, 1).flatten(
+            0, 1
+        )  # rank r had rows r, r + n, r + 2n, ...
+    width = max(1, int(gathered["response_mask"].sum(1).max()))
     for name, tensor in gathered.items():
         if tensor.dim() == 2 and "prompt" not in name:
             gathered[name] = tensor[:, :width]
     return gathered
+
+
+# v2: buffer
+def copy_from_rank_0(tensors):
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(script,
     options = extra | dict(ref_kl_target=0.1, save_every=1, eval_every=9, num_iterations=4)
     saved = []
 
-    def save_checkpoint(run, policy, optimizer, state):
+    def save_checkpoint(run, policy, optimizer, state, args):
         saved.append({name: x.clone() for name, x in policy.state_dict().items()})
 
     with pytest.MonkeyPatch.context() as patch:
