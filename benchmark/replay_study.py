@@ -71,8 +71,8 @@ ARMS = {  # name: options. sft, own_critic and mean_baseline are patches below, 
     "plain PPO": {},
     "rejection sampling": dict(sft=True),
     "replay": REPLAY,
-    "plain PPO, lambda .95": dict(gae_lambda=0.95),
     "plain PPO, defaults": {},
+    "plain PPO, lambda .95": dict(gae_lambda=0.95),
     "plain PPO, whitened": dict(norm_adv=True),
     "replay, guide, uniform": GUIDE | dict(use_priority_sampling=False),
     "replay, guide, PER": GUIDE | dict(use_priority_sampling=True),
@@ -84,10 +84,12 @@ ARMS = {  # name: options. sft, own_critic and mean_baseline are patches below, 
     "replay, no baseline": REPLAY | dict(vf_coef=0.0),
 }
 TUNED = ("plain PPO", "rejection sampling", "replay")
+TUNED_TASKS = ("rare", "rarer")  # the others take the settings of the first
 LAMBDAS = ("plain PPO, defaults", "plain PPO, lambda .95")
 CRITICS = [arm for arm in ARMS if "critic" in arm or "mean" in arm or "baseline" in arm]
 ONLY = {arm: ("rare",) for arm in ARMS if arm not in TUNED}  # the tasks of the other arms
-ONLY |= {arm: ("rare", "long") for arm in LAMBDAS}
+ONLY |= {"plain PPO, lambda .95": ("rare", "long")}
+ONLY |= {"plain PPO, defaults": ("default", "rare", "long", "noisy")}
 ONLY |= {arm: ("default", "rare") for arm in ARMS if "guide" in arm}
 
 CHANGES = [  # one at a time, from the defaults
@@ -117,21 +119,6 @@ GRIDS = {  # ten settings for each arm, on 5-6 digits
     "plain PPO": CHANGES + [dict(vf_coef=0.0)],
     "rejection sampling": IMITATION,
     "replay": CHANGES + [dict(replay_sample_size=128)],
-}
-SHORT_GRIDS = {  # four settings for each arm, on the default task and with a verifier that errs
-    "plain PPO": [{}, dict(batch_size=64), dict(gae_lambda=0.95), dict(vf_coef=0.0)],
-    "rejection sampling": [
-        dict(learning_rate=5e-4, steps=8),
-        dict(learning_rate=2e-4, steps=4),
-        dict(learning_rate=2e-4, steps=8),
-        dict(learning_rate=2e-4, steps=4, batch_size=64),
-    ],
-    "replay": [
-        {},
-        dict(batch_size=64),
-        dict(num_minibatches=2),
-        dict(replay_sample_size=128),
-    ],
 }
 RARER_GRIDS = {  # three settings for each arm, on 7 digits, where a run takes three times as long
     "plain PPO": [{}, dict(gae_lambda=0.95), dict(vf_coef=0.0)],
@@ -385,7 +372,7 @@ def area(curve):
 
 
 def grid(task, arm):
-    grids = dict(rare=GRIDS, rarer=RARER_GRIDS).get(task, SHORT_GRIDS)
+    grids = dict(rare=GRIDS, rarer=RARER_GRIDS)[task]
     return [json.dumps(setting) for setting in grids.get(arm, [])]
 
 
@@ -410,7 +397,9 @@ def ranked_settings(tuning, task, arm):
 
 
 def best_setting(tuning, task, arm) -> str:
-    """Of a tuned arm. Arms about the critic take the setting of replay, all others the defaults."""
+    """Of a tuned arm. Tasks without a grid take the setting of 5-6 digits. Arms about the critic take
+    the setting of replay, all others the defaults."""
+    task = "rarer" if task == "rarer" else "rare"
     if arm in CRITICS and "replay" in arm:
         arm = "replay"
     settings = ranked_settings(tuning, task, arm)
@@ -421,19 +410,16 @@ def best_setting(tuning, task, arm) -> str:
 
 def tuning_jobs(tuning, tasks, arms):
     jobs = []
-    for task in tasks:
+    for task in [task for task in tasks if task in TUNED_TASKS]:
         for seed in TUNING_SEEDS:
             for arm in [arm for arm in arms if arm in TUNED]:
-                settings = grid(task, arm)
-                if task == "long":  # expensive: the three best settings of the default task
-                    settings = ranked_settings(tuning, "default", arm)[:3]
-                jobs += [(task, arm, setting, seed) for setting in settings]
+                jobs += [(task, arm, setting, seed) for setting in grid(task, arm)]
     return jobs
 
 
 def finalist_jobs(tuning, tasks, arms):
     jobs = []
-    for task in tasks:
+    for task in [task for task in tasks if task in TUNED_TASKS]:
         for arm in [arm for arm in arms if arm in TUNED]:
             for setting in ranked_settings(tuning, task, arm)[:3]:
                 jobs += [(task, arm, setting, seed) for seed in FINALIST_SEEDS]
@@ -452,8 +438,9 @@ def study_jobs(tuning, tasks, arms):
 
 
 # --- tables ---
-def curves_of(curves, task, arm):
-    return [curves[key] for key in sorted(curves) if key[:2] == (task, arm)]
+def curves_of(curves, task, arm, seeds=SEEDS):
+    keys = [key for key in sorted(curves) if key[:2] == (task, arm) and key[3] in seeds]
+    return [curves[key] for key in keys]
 
 
 def reach(curve, threshold, column=0):
@@ -485,7 +472,7 @@ def ends_of(curves):
     return " ".join(short(curve[-1][2]) for curve in curves)
 
 
-def table(task, curves, arms):
+def table(task, curves, arms, seeds=SEEDS):
     """One row an arm: end and mean over the run, cost of the task's threshold (median of the seeds), its flags."""
     lines = [
         "| arm | accuracy at the end, by seed | mean | mean over the run | responses | CPU s | reached | flags |",
@@ -493,7 +480,7 @@ def table(task, curves, arms):
     ]
     threshold = TASKS[task][1]
     for arm in arms:
-        mine = curves_of(curves, task, arm)
+        mine = curves_of(curves, task, arm, seeds)
         if not mine:
             continue
         responses = [reach(curve, threshold, 0) for curve in mine]
@@ -521,7 +508,7 @@ def critic_table(curves):
     arms = ["plain PPO, defaults", *[arm for arm in CRITICS if "plain" in arm]]
     arms += ["replay", *[arm for arm in CRITICS if "replay" in arm]]
     for arm in arms:
-        mine = curves_of(curves, "rare", arm)[: len(SEEDS)]
+        mine = curves_of(curves, "rare", arm)
         if not mine:
             continue
         halves = [point for curve in mine for point in curve[len(curve) // 2 :]]
@@ -541,11 +528,11 @@ def critic_table(curves):
 
 def grid_table(tuning):
     """Mean accuracy over the run of every setting that was tried, mean of the tuning seeds."""
-    lines = ["| arm | setting | " + " | ".join(TASKS) + " |", "|---|---|" + "---|" * len(TASKS)]
+    lines = ["| arm | setting | " + " | ".join(TUNED_TASKS) + " |", "|---" * 4 + "|"]
     for arm in GRIDS:
         for setting in grid("rare", arm):
             cells = []
-            for task in TASKS:
+            for task in TUNED_TASKS:
                 areas = areas_of(tuning, task, arm)
                 cell = ""
                 if setting in areas:
@@ -603,11 +590,13 @@ def print_tables():
     curves = read(STUDY_PATH)
     tuning = read(TUNING_PATH)
     for task, (_, threshold, title) in TASKS.items():
-        arms = [arm for arm in ARMS if arm not in CRITICS and arm not in LAMBDAS]
+        if task == "long":  # below
+            continue
+        arms = [arm for arm in ARMS if arm not in CRITICS and "lambda" not in arm]
         title = f"{task}: {title}; responses and CPU seconds to {threshold}"
         show(title, table(task, curves, arms))
     for task in ("rare", "long"):
-        show(f"lambda, {task}", table(task, curves, LAMBDAS))
+        show(f"lambda, {task}", table(task, curves, LAMBDAS, MORE_SEEDS))
     show("the critic, rare", critic_table(curves))
     show("mean accuracy over the run, tuning seeds", grid_table(tuning))
     if curves:
