@@ -18,10 +18,12 @@ Compared with CleanRL's ppo.py:
   * An action is a token and an episode is a response; gamma and lambda are 1 by default.
   * The reward has a KL penalty towards a frozen copy of the initial model.
   * Policy and value function share one language model; a linear value head sits on its last layer.
+  * `clipfrac` counts tokens whose gradient the clip removes; steps and SPS count responses.
   * By default advantages are not normalized. In a batch in which no response was right they are
     small noise from values and KL penalty; dividing by their standard deviation would amplify it.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+A docstring that ends with an arrow gives the shapes of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo.py                                     # sort digits, on a CPU, in seconds
@@ -54,8 +56,8 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
-    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
+    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
@@ -70,14 +72,14 @@ class Args:
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
-    sft_steps: int = 300  # tiny model only: supervised steps that teach the format of an answer
+    sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
+    learning_rate: float = 5e-4  # highest learning rate; the default schedule is linear to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
@@ -86,7 +88,7 @@ class Args:
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
     norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
     clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
-    vf_clip_coef: float = 0.2  # a value may move this far from its old value, in units of reward
+    vf_clip_coef: float = 0.2  # clip range of the values in the value loss
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
@@ -156,7 +158,7 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """`logprobs_and_values` without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    """`logprobs_and_values` without gradients, a few rows at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
@@ -178,8 +180,8 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    With torch.multinomial the random numbers of a row would depend on the rows before it, and
-    rows leave the batch when their response has ended.
+    A response depends on its own row of uniform numbers only. With torch.multinomial it would also
+    depend on which other rows are still in the batch.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -214,7 +216,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # drop the rows whose response has ended
+        if len(unfinished) < len(rows):  # keep only the rows whose response has not ended
             rows = rows[unfinished]
             token = token[unfinished]
             mask = mask[unfinished]
@@ -228,7 +230,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses. Sample, or without uniform numbers be greedy.
+    """Respond to prompts and score the responses. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -277,8 +279,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. It has to be part
-    of the reward: as a term of the loss, its expected gradient would be zero.
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. This estimate has
+    to be part of the reward: as a term of the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -345,7 +347,7 @@ def add_advantages(batch: dict, kl_coef, args):
 
 
 def ppo_loss(policy, minibatch: dict, args):
-    """-> loss, dict of statistics; all are means over the tokens of the minibatch"""
+    """Returns the loss and statistics (a dict), all of them means over tokens."""
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
     new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
@@ -370,7 +372,7 @@ def ppo_loss(policy, minibatch: dict, args):
 
 
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
     if args.norm_adv:
         advantages = whiten(batch["advantages"], batch["response_mask"].float())
         batch = batch | dict(advantages=advantages)
@@ -393,7 +395,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                 num_skipped += 1  # a NaN must not reach the weights
     if num_skipped == len(steps):
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy is still the one before the update: its log-probs must agree.
+    # At the first step the policy has not changed yet: new and stored log-probs must agree.
     metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
     metrics["losses/skipped_steps"] = num_skipped
     for name in steps[0]:
@@ -404,9 +406,10 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+    """Respond greedily to held-out prompts.
 
-    Uses no random numbers: training is not affected.
+    Returns metrics and the first eight responses as text. Training is not affected: no random
+    numbers are used.
     """
     scores = []
     samples = []
@@ -467,15 +470,15 @@ def main(args: Args) -> dict[str, float]:
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     run = Run(args)
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
     metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
     run.log({"global_step": 0} | metrics)
     run.log_samples(0, samples)
     print_samples("before training", samples)
 
+    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
     for iteration in range(1, args.num_iterations + 1):
         start_time = time.time()
-        # the random numbers of an iteration depend on nothing else
+        # The random numbers of an iteration depend on the seed and the iteration only.
         torch.manual_seed(args.seed * 1_000_003 + iteration)
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -514,6 +517,7 @@ def main(args: Args) -> dict[str, float]:
             run.log_samples(global_step, samples)
         run.log(metrics)
 
+        # policy loss, value loss, mean score
         status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
         status += f" R:{metrics['charts/score']:.2f}"
         progress.set_postfix_str(status, refresh=False)
@@ -537,7 +541,7 @@ def main(args: Args) -> dict[str, float]:
 
 # --- option checks ---
 def check_args(args: Args):
-    """Called for every Args. tyro shows a ValueError as an error of the command line."""
+    """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in (
         "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
         "max_response_length", "num_iterations", "learning_rate", "update_epochs",
@@ -552,12 +556,12 @@ def check_args(args: Args):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
     kind, _, path = args.task.partition(":")
-    if kind not in ("sort", "jsonl"):
+    if args.task != "sort" and kind != "jsonl":
         raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
     if kind == "jsonl" and not Path(path).is_file():
         raise ValueError(f"--task {args.task}: there is no file {path}")
     if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
-        raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+        raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
     if args.chat_template and not args.model_name:
@@ -569,7 +573,7 @@ def check_args(args: Args):
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
     """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
-    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # up to two levels of them may be in a box
+    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # a box may contain two levels of braces
     boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
         return boxed[-1].strip()
@@ -594,9 +598,9 @@ def verify(response: str, answer: str) -> bool:
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
-    """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
+    """Read prompts and answers, under the names that GSM8K, MATH and others give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # bytes: json reports bad ones
+    for number, line in enumerate(open(path, "rb"), 1):  # json decodes UTF-8 and reports errors
         if not line.strip():
             continue
         try:
@@ -626,7 +630,7 @@ def shuffled_passes(pairs: list, num_pairs: int, seed: int) -> list:
 
 
 def make_task(args):
-    """-> (prompt, answer) pairs for training, pairs for evaluation, scorer"""
+    """Returns (prompt, answer) pairs for training, pairs for evaluation, and the scorer."""
     kind, _, path = args.task.partition(":")
     if kind == "sort":
         pairs = sort_pairs(args.min_digits, args.max_digits)
@@ -636,7 +640,7 @@ def make_task(args):
         is_right = verify
 
     def scorer(prompts, responses, answers):
-        return [is_right(*pair) for pair in zip(responses, answers, strict=True)]
+        return [is_right(*both) for both in zip(responses, answers, strict=True)]
 
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
@@ -657,7 +661,7 @@ def make_task(args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
+    """auto is an available accelerator, but the CPU for what is built in: that is small."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -713,7 +717,7 @@ def warm_start(lm, pairs, tokenizer, args):
 
 
 def load_lm(args):
-    """-> causal LM, tokenizer, ids of the tokens that end a response (E,)"""
+    """Returns a causal LM, its tokenizer, and the ids of tokens that end a response (E,)."""
     if args.model_name is None:
         tokenizer = make_tiny_tokenizer()
         lm = make_tiny_lm(tokenizer)
@@ -721,7 +725,7 @@ def load_lm(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # fine: no mask is computed from pad ids
+        tokenizer.pad_token = tokenizer.eos_token  # masks do not depend on the pad token
 
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
@@ -737,7 +741,7 @@ def print_samples(title: str, samples: list[dict]):
 
 
 class Run:
-    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
+    """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -804,7 +808,7 @@ class Run:
             self.wandb.finish()
 
         scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}" if scores else "unknown"
         last_row = self.rows[-1]
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")

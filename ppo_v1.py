@@ -14,8 +14,8 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss            -> ppo_loss
 
-A marker in the code opens each addition to ppo.py:
-    v1: checkpoint   - save and resume, bit for bit on a CPU; a signal saves and ends the run
+A marker opens each addition to ppo.py in the code; `diff ppo.py ppo_v1.py` shows where it ends.
+    v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
     v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
@@ -23,10 +23,11 @@ A marker in the code opens each addition to ppo.py:
     v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
     v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): the update of one process
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
+A docstring that ends with an arrow gives the shapes of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
@@ -67,8 +68,8 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of weights, data order and sampling; the held-out prompts do not depend on it
-    device: str = "auto"  # cpu, cuda, ... (auto: cpu for a built-in model or env, else accelerator)
+    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
@@ -87,7 +88,7 @@ class Args:
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
-    sft_steps: int = 300  # tiny model only: supervised steps that teach the format of an answer
+    sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS
@@ -95,7 +96,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
+    learning_rate: float = 5e-4  # highest learning rate; the default schedule is linear to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
@@ -103,7 +104,7 @@ class Args:
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # iterations in which the learning rate rises linearly
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 autocast; weights, log-probs and losses stay float32
+    bf16: bool = False  # bfloat16 autocast; weights and losses stay float32
     gradient_checkpointing: bool = False  # recompute activations in the backward pass
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
@@ -111,13 +112,13 @@ class Args:
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
     norm_adv: bool = False  # normalize advantages to mean 0 and variance 1 within the batch
     clip_coef: float = 0.2  # the policy ratio is clipped to [1 - clip_coef, 1 + clip_coef]
-    vf_clip_coef: float = 0.2  # a value may move this far from its old value, in units of reward
+    vf_clip_coef: float = 0.2  # clip range of the values in the value loss
     vf_coef: float = 0.1  # weight of the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
-    target_kl: float | None = None  # no further step of an update once approx_kl is 1.5 x this
+    ref_kl_target: float | None = None  # adapt kl_coef to this KL to the reference, nats/response
+    target_kl: float | None = None  # end an update once approx_kl is 1.5 times this, nats/token
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
 
@@ -192,7 +193,7 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """`logprobs_and_values` without gradients, one minibatch at a time.  -> 3 x (B,R)"""
+    """`logprobs_and_values` without gradients, a few rows at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
     size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
     parts = []
@@ -215,8 +216,8 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
-    With torch.multinomial the random numbers of a row would depend on the rows before it, and
-    rows leave the batch when their response has ended.
+    A response depends on its own row of uniform numbers only. With torch.multinomial it would also
+    depend on which other rows are still in the batch.
     """
     cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
@@ -251,7 +252,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # drop the rows whose response has ended
+        if len(unfinished) < len(rows):  # keep only the rows whose response has not ended
             rows = rows[unfinished]
             token = token[unfinished]
             mask = mask[unfinished]
@@ -265,7 +266,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses. Sample, or without uniform numbers be greedy.
+    """Respond to prompts and score the responses. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -274,12 +275,12 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
     # v1: distributed: prompts of all ranks are padded to one length, then each takes its share
-    prompts = prompts[rank() :: world_size()]
-    answers = answers[rank() :: world_size()]
-    prompt_ids = inputs.input_ids[rank() :: world_size()]
-    prompt_mask = inputs.attention_mask[rank() :: world_size()]
+    prompts = my_share(prompts)
+    answers = my_share(answers)
+    prompt_ids = my_share(inputs.input_ids)
+    prompt_mask = my_share(inputs.attention_mask)
     if uniforms is not None:
-        uniforms = uniforms[rank() :: world_size()]
+        uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
     batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -317,8 +318,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. It has to be part
-    of the reward: as a term of the loss, its expected gradient would be zero.
+    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. This estimate has
+    to be part of the reward: as a term of the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -379,7 +380,8 @@ def explained_variance(batch: dict) -> float:
 def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
     """Controller of section 2.2 of arXiv:1909.08593, with the gain of its released code.
 
-    The KL is in nats per response. The coefficient moves by at most 0.2 * num_responses / 10,000.
+    The KL is in nats per response. The coefficient changes by a factor of at most
+    1 + 0.2 * num_responses / 10,000.
     """
     error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_responses / 10_000)
@@ -412,9 +414,10 @@ def add_advantages(batch: dict, kl_coef, args):
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """-> loss, dict of statistics, of these rows; v1: accumulate: they may be a part of a minibatch
+    """Returns the loss and statistics (a dict), all of them means over tokens.
 
-    Everything is a sum over the tokens of these rows, divided by num_tokens of the whole minibatch.
+    v1: accumulate: these are some rows of a minibatch and num_tokens is that of all its rows, so
+    that losses, statistics and gradients of its parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -447,7 +450,7 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
 
 
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
     if args.norm_adv:
         advantages = whiten(batch["advantages"], batch["response_mask"].float())
         batch = batch | dict(advantages=advantages)
@@ -459,11 +462,10 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
         minibatches = shuffled.chunk(args.num_minibatches)
         for mb_inds in minibatches:
             optimizer.zero_grad()
-            # v1: accumulate, distributed: sums over micro-batches and ranks are divided by these
+            # v1: accumulate, distributed
             num_tokens = batch["response_mask"][mb_inds].sum()
-            my_inds = mb_inds[rank() :: world_size()]
             stats = {}
-            for micro_inds in my_inds.chunk(args.gradient_accumulation_steps):
+            for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
                 micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
                 loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
                 loss.backward()
@@ -471,13 +473,12 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                     stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
-            # v1: distributed: with FSDP policy.parameters() are not those of the optimizer
-            parameters = optimizer.param_groups[0]["params"]
-            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
+            stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            if args.fsdp:
+                stats["grad_norm"] = stats["grad_norm"].full_tensor()
             steps.append(stats)
             # v1: kl
-            moved_too_far = args.target_kl and stats["approx_kl"] > 1.5 * args.target_kl
+            moved_too_far = bool(args.target_kl) and stats["approx_kl"] > 1.5 * args.target_kl
             if moved_too_far:
                 break
             if all(value.isfinite() for value in stats.values()):
@@ -489,7 +490,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     # v1: nan: a batch without any valid score has no tokens, and it is not an error
     if num_skipped == len(steps) and batch["response_mask"].any():
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy is still the one before the update: its log-probs must agree.
+    # At the first step the policy has not changed yet: new and stored log-probs must agree.
     metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
     metrics["losses/skipped_steps"] = num_skipped
     for name in steps[0]:
@@ -500,9 +501,10 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts.  -> metrics, the first eight responses as text
+    """Respond greedily to held-out prompts.
 
-    Uses no random numbers: training is not affected.
+    Returns metrics and the first eight responses as text. Training is not affected: no random
+    numbers are used.
     """
     scores = []
     samples = []
@@ -561,7 +563,8 @@ def batch_metrics(batch: dict, args) -> dict[str, float]:
 # v1: best
 def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
     """Save the model to best/ if this is the best evaluation so far."""
-    state["evals_without_improvement"] += 1
+    if math.isfinite(metrics["eval/score"]):
+        state["evals_without_improvement"] += 1
     if metrics["eval/score"] > state["best_score"]:
         state["best_score"] = metrics["eval/score"]
         state["evals_without_improvement"] = 0
@@ -575,7 +578,7 @@ def is_out_of_patience(state: dict, args) -> bool:
 
 # --- main ---
 def main(args: Args) -> dict[str, float]:
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:  # v1: checkpoint
+    if args.run_dir and Path(args.run_dir).exists() and not is_resumable(args):  # v1: checkpoint
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     torch.set_num_threads(args.num_threads)
     torch.manual_seed(args.seed)
@@ -610,7 +613,6 @@ def main(args: Args) -> dict[str, float]:
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     run = Run(args)
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
     # v1: checkpoint, kl, best
     state = dict(
         iteration=0,
@@ -621,7 +623,6 @@ def main(args: Args) -> dict[str, float]:
     if args.resume and (run.dir / "checkpoint.pt").exists():
         state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
-        progress.update(state["iteration"])
     else:
         drop_lines_after(-1, run.dir / "samples.jsonl")
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
@@ -631,13 +632,15 @@ def main(args: Args) -> dict[str, float]:
         keep_if_best(state, metrics, policy, tokenizer, run)
     signals = Signals()
 
+    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
+    progress.update(state["iteration"])  # v1: checkpoint
     for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
         # v1: best
         if is_out_of_patience(state, args):
             print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
             break
         start_time = time.time()
-        # the random numbers of an iteration depend on nothing else
+        # The random numbers of an iteration depend on the seed and the iteration only.
         torch.manual_seed(args.seed * 1_000_003 + iteration)
         learning_rate = args.learning_rate * lr_factor(iteration, args)  # v1: schedule
         optimizer.param_groups[0]["lr"] = learning_rate
@@ -647,7 +650,7 @@ def main(args: Args) -> dict[str, float]:
         pairs = prompt_order[global_step - args.batch_size : global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
-        # v1: nan: a response without tokens in its mask does not enter the update
+        # v1: nan: an empty mask marks a response without a score; it does not enter the update
         is_finite = batch["scores"].isfinite()
         batch["scores"] = batch["scores"].where(is_finite, 0.0)
         batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -690,6 +693,7 @@ def main(args: Args) -> dict[str, float]:
                 state["kl_coef"], kl, args.ref_kl_target, args.batch_size
             )
 
+        # policy loss, value loss, mean score
         status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
         status += f" R:{metrics['charts/score']:.2f}"
         progress.set_postfix_str(status, refresh=False)
@@ -724,7 +728,7 @@ def main(args: Args) -> dict[str, float]:
 
 # --- option checks ---
 def check_args(args: Args):
-    """Called for every Args. tyro shows a ValueError as an error of the command line."""
+    """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in (
         "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
         "max_response_length", "num_iterations", "learning_rate", "update_epochs",
@@ -739,12 +743,12 @@ def check_args(args: Args):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
     kind, _, path = args.task.partition(":")
-    if kind not in ("sort", "jsonl"):
+    if args.task != "sort" and kind != "jsonl":
         raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
     if kind == "jsonl" and not Path(path).is_file():
         raise ValueError(f"--task {args.task}: there is no file {path}")
     if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
-        raise ValueError("must be --min-digits <= --max-digits < --max-response-length")
+        raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
     if args.chat_template and not args.model_name:
@@ -782,7 +786,7 @@ def check_v1_args(args: Args):
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
     """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
-    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # up to two levels of them may be in a box
+    braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # a box may contain two levels of braces
     boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
         return boxed[-1].strip()
@@ -807,9 +811,9 @@ def verify(response: str, answer: str) -> bool:
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:
-    """Prompts and answers of a .jsonl file, under the names that common data sets give them."""
+    """Read prompts and answers, under the names that GSM8K, MATH and others give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # bytes: json reports bad ones
+    for number, line in enumerate(open(path, "rb"), 1):  # json decodes UTF-8 and reports errors
         if not line.strip():
             continue
         try:
@@ -839,7 +843,7 @@ def shuffled_passes(pairs: list, num_pairs: int, seed: int) -> list:
 
 
 def make_task(args):
-    """-> (prompt, answer) pairs for training, pairs for evaluation, scorer"""
+    """Returns (prompt, answer) pairs for training, pairs for evaluation, and the scorer."""
     kind, _, path = args.task.partition(":")
     if kind == "sort":
         pairs = sort_pairs(args.min_digits, args.max_digits)
@@ -849,7 +853,7 @@ def make_task(args):
         is_right = verify
 
     def scorer(prompts, responses, answers):
-        return [is_right(*pair) for pair in zip(responses, answers, strict=True)]
+        return [is_right(*both) for both in zip(responses, answers, strict=True)]
 
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
@@ -885,7 +889,7 @@ def drop_long_prompts(pairs, tokenizer, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU, which is fastest for the small built-in models; else an available accelerator."""
+    """auto is an available accelerator, but the CPU for what is built in: that is small."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -941,7 +945,7 @@ def warm_start(lm, pairs, tokenizer, args):
 
 
 def load_lm(args):
-    """-> causal LM, tokenizer, ids of the tokens that end a response (E,)"""
+    """Returns a causal LM, its tokenizer, and the ids of tokens that end a response (E,)."""
     if args.model_name is None:
         tokenizer = make_tiny_tokenizer()
         lm = make_tiny_lm(tokenizer)
@@ -949,7 +953,7 @@ def load_lm(args):
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
         lm = transformers.AutoModelForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # fine: no mask is computed from pad ids
+        tokenizer.pad_token = tokenizer.eos_token  # masks do not depend on the pad token
 
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
@@ -966,7 +970,10 @@ def transformer_layers(model):
 
 # v1: memory
 def checkpoint_layers(policy):
-    """transformers' own gradient checkpointing works in train() mode only, with dropout."""
+    """Recompute the activations of each layer in the backward pass.
+
+    transformers' own gradient checkpointing works in train() mode only, which means dropout.
+    """
     for layer in transformer_layers(policy.lm):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -979,7 +986,7 @@ def print_samples(title: str, samples: list[dict]):
 
 
 class Run:
-    """The folder of a run: args.json, metrics.jsonl, samples.jsonl; summary.json, curves.png."""
+    """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1058,7 +1065,7 @@ class Run:
             self.wandb.finish()
 
         scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}" if scores else "unknown"
         last_row = self.rows[-1]
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
@@ -1080,14 +1087,17 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = Args()
-    for field in fields(Args):  # not checked yet: what is typed may repair them
+    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
     for name, value in asdict(args).items():
         old_value = getattr(saved_args, name)
-        if name != "resume" and value != old_value:
-            print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+        if name == "resume" or value == old_value:
+            continue
+        if name in ("seed", "task", "model_name", "batch_size"):
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
+        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
 
 
@@ -1105,6 +1115,13 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
     if rank() == 0:
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
+
+
+def is_resumable(args) -> bool:
+    """Whether the run may go on in its folder. Without a checkpoint it starts again."""
+    folder = Path(args.run_dir)
+    is_foreign = (folder / "summary.json").exists() and not (folder / "checkpoint.pt").exists()
+    return args.resume and not is_foreign  # a finished run of ppo.py has no checkpoint
 
 
 def load_checkpoint(run, policy, optimizer, args) -> dict:
@@ -1157,7 +1174,7 @@ def save_model(policy, tokenizer, folder: Path):
 
 
 class Signals:
-    """Remembers SIGINT and SIGTERM, so that the loop can save and end. A second one acts as usual."""
+    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
 
     def __init__(self):
         self.received = False
@@ -1179,7 +1196,7 @@ class Signals:
 # --- distributed ---
 # v1: distributed
 def num_processes() -> int:
-    """Processes that torchrun starts; known before they have met."""
+    """The number of processes of torchrun; options are checked before these are connected."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -1189,6 +1206,11 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def my_share(rows):
+    """Rows r, r + n, r + 2n, ... of n ranks, for rank r."""
+    return rows[rank() :: world_size()]
 
 
 def init_distributed(device):
@@ -1219,7 +1241,7 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay whole until the backward pass: sampling needs no communication."""
+    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
@@ -1261,9 +1283,7 @@ def gather_rows(batch: dict, args) -> dict:
             tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
         parts = [torch.empty_like(tensor) for _ in range(world_size())]
         dist.all_gather(parts, tensor.contiguous())
-        gathered[name] = torch.stack(parts, 1).flatten(
-            0, 1
-        )  # rank r had rows r, r + n, r + 2n, ...
+        gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # the reverse of my_share
     width = max(1, int(gathered["response_mask"].sum(1).max()))
     for name, tensor in gathered.items():
         if tensor.dim() == 2 and "prompt" not in name:

@@ -29,7 +29,7 @@ PARENTS |= {"het_grpo.py": None, "sac_hybrid.py": None, "wsrl_warmup.py": None}
 PICTURES = {"ppo_v2": "replay_study", "het_grpo": "het_study"}
 PICTURES |= {"sac_hybrid": "sac_ablation", "wsrl_warmup": "wsrl_study"}
 # what carries the idea comes first, what every program has comes last
-SECTIONS = "math buffer rollout main networks evaluate task run_folder args".split()
+SECTIONS = "math corrections buffer update rollout main networks evaluate".split()
 CONTEXT = 3  # unchanged lines around a change
 PROOFS = {  # marker -> tests, file::function
     "v1: checkpoint": ["test_v1.py::test_killed_at_any_moment_and_resumed_is_never_stopped"],
@@ -37,18 +37,22 @@ PROOFS = {  # marker -> tests, file::function
     "v1: accumulate": [
         "test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch"
     ],
-    "v1: memory": ["test_math.py::test_token_logprobs_in_chunks_equal_the_whole_gradient_included"],
+    "v1: memory": ["test_v1.py::test_gradient_checkpointing_has_no_dropout"],
     "v1: best": ["test_v1.py::test_best_and_final_folders_score_what_was_logged"],
     "v1: kl": [
         "test_math.py::test_adaptive_kl_by_hand",
         "test_v1.py::test_target_kl_stops_the_epochs",
     ],
     "v1: clip": ["test_math.py::test_dual_clip_and_clip_higher"],
-    "v1: nan": ["test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted"],
+    "v1: nan": [
+        "test_v1.py::test_a_nan_reward_costs_its_own_answer_and_is_counted",
+        "test_v1.py::test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on",
+    ],
     "v1: distributed": ["test_v1.py::test_two_ranks_make_the_update_of_one"],
     "v2: buffer": [
         "test_v2.py::test_draws_follow_the_priorities_with_replacement",
         "test_v2.py::test_every_minibatch_mixes_in_proportion",
+        "test_v2.py::test_the_critic_learns_from_fresh_rollouts_only_with_gains",
     ],
     "v2: lag": ["test_v2.py::test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago"],
     "v2: correction": [
@@ -56,8 +60,6 @@ PROOFS = {  # marker -> tests, file::function
         "test_v2.py::test_the_policy_loss_of_every_step_is_that_of_an_oracle",
     ],
     "v2: log": ["test_v2.py::test_a_run_begins_with_the_log_of_another"],
-    "v2: imitation": ["test_v2.py::test_the_critic_learns_from_fresh_rollouts_only_with_gains"],
-    "v2: status": ["test_v2.py::test_efficiency_comes_near_its_forecast"],
 }
 
 
@@ -78,7 +80,7 @@ def blocks(source: str) -> list[Block]:
     banners = [
         (i, match[1])
         for i, line in enumerate(lines)
-        if (match := re.fullmatch(r"# --- (.+) ---", line))
+        if (match := re.fullmatch(r"# --- ([\w ]+).* ---", line))
     ]
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -94,12 +96,23 @@ def blocks(source: str) -> list[Block]:
     return found
 
 
+def importance(section: str) -> int:
+    return SECTIONS.index(section) if section in SECTIONS else len(SECTIONS)
+
+
 def read_markers(source: str) -> dict[str, str]:
     """`v2: buffer` -> what the docstring says about it."""
     found = re.findall(
         r"^    (v\d: \w+) +- (.*(?:\n {12,}.*)*)", ast.get_docstring(ast.parse(source)), re.M
     )
     return {marker: re.sub(r"\s+", " ", text) for marker, text in found}
+
+
+def own_markers(parent: str, child: str) -> dict[str, str]:
+    """Markers that the child has and its parent has not."""
+    sources = [(ROOT / name).read_text(encoding="utf-8") for name in (parent, child)]
+    old, new = map(read_markers, sources)
+    return {marker: text for marker, text in new.items() if marker not in old}
 
 
 class Change(NamedTuple):
@@ -176,7 +189,7 @@ def link_lines(page: Path) -> str:
     where = {}
     scripts = {"ppo": ("ppo_v1.py", "ppo.py"), "staleness": ("ppo_v2.py",)}
     for script in scripts.get(page.stem, (f"{page.stem}.py",)):
-        for node in ast.parse((ROOT / script).read_text()).body:
+        for node in ast.parse((ROOT / script).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 methods = [
                     (f"{node.name}.{x.name}", x)
@@ -185,7 +198,9 @@ def link_lines(page: Path) -> str:
                 ]
                 for name, inner in [(node.name, node), *methods]:
                     where[name] = f"../{script}#L{inner.lineno}"
-    text, title, details = page.read_text().partition("\n## Implementation details\n")
+    text, title, details = page.read_text(encoding="utf-8").partition(
+        "\n## Implementation details\n"
+    )
     details, end, rest = details.partition("\n## ")
 
     def link(match):
@@ -224,7 +239,7 @@ def code(rows: list[tuple[str, int | str, str]]) -> str:
 
 def show_test(test: str) -> str:
     name, function = test.split("::")
-    source = (ROOT / "tests" / name).read_text()
+    source = (ROOT / "tests" / name).read_text(encoding="utf-8")
     block = next(block for block in blocks(source) if block.name == function)
     rows = [(" ", i + 1, line) for i, line in enumerate(colour(source))][block.first : block.last]
     return f"<details class=test><summary>proved by <code>{function}</code></summary>{code(rows)}</details>"
@@ -232,8 +247,9 @@ def show_test(test: str) -> str:
 
 def show_changes(parent: str, child: str, source_url: str) -> str:
     """Changes of a child by marker, what carries the idea first."""
-    old, new = ((ROOT / name).read_text() for name in (parent, child))
-    markers, places, left, right = read_markers(new), blocks(new), colour(old), colour(new)
+    old, new = ((ROOT / name).read_text(encoding="utf-8") for name in (parent, child))
+    markers = own_markers(parent, child)
+    places, left, right = blocks(new), colour(old), colour(new)
     new_lines = new.splitlines()
     diff, changes = compare(old.splitlines(), new_lines, markers)
     top = max(
@@ -288,7 +304,7 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
     ]  # below the docstring
     for marker, text in markers.items():
         chosen = [change for change in changes if marker in change.markers and change.b0 >= top]
-        chosen.sort(key=lambda change: SECTIONS.index(place(change).section))
+        chosen.sort(key=lambda change: importance(place(change).section))
         tests = "".join(map(show_test, PROOFS.get(marker, ())))
         title = f'<h3 id="{marker.replace(": ", "-")}">{marker}</h3><p>{with_links(text)}.</p>'
         parts.append(title + tests + show(chosen))
@@ -301,11 +317,11 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
 
 def show_blocks(script: str, seen: dict[str, str], source_url: str) -> str:
     """Functions and classes of a script by section, without those `seen` (text -> script) elsewhere."""
-    source = (ROOT / script).read_text()
+    source = (ROOT / script).read_text(encoding="utf-8")
     places, lines = blocks(source), colour(source)
     _, _, rest = ast.get_docstring(ast.parse(source)).partition("\n")
     parts = [f"<pre class=doc>{with_links(rest.strip())}</pre>"]
-    for section in SECTIONS:
+    for section in sorted(dict.fromkeys(block.section for block in places), key=importance):
         own = [block for block in places if block.section == section and block.text not in seen]
         if own:
             parts.append(f"<h3>{section.replace('_', ' ')}</h3>")
@@ -365,8 +381,8 @@ the others function by function."""
 def build(source_url: str = "..") -> str:
     sections, contents, seen = [], [], {}
     for script, parent in PARENTS.items():
-        source, stem = (ROOT / script).read_text(), script.removesuffix(".py")
-        title = ast.get_docstring(ast.parse(source)).partition("\n")[0].partition(" - ")[2]
+        source, stem = (ROOT / script).read_text(encoding="utf-8"), script.removesuffix(".py")
+        title = ast.get_docstring(ast.parse(source)).partition("\n")[0]
         body = (
             show_changes(parent, script, source_url)
             if parent
@@ -378,9 +394,8 @@ def build(source_url: str = "..") -> str:
         sections.append(
             f"<h2 id={stem}>{script}</h2><p>{with_links(title)} {page}.</p>{image}{body}"
         )
-        links = "".join(
-            f'<a href="#{m.replace(": ", "-")}">{m[4:]}</a>' for m in read_markers(source)
-        )
+        markers = own_markers(parent, script) if parent else []
+        links = "".join(f'<a href="#{m.replace(": ", "-")}">{m[4:]}</a>' for m in markers)
         contents.append(f'<b><a href="#{stem}">{script}</a></b><span>{links}</span>')
     formatters = [HtmlFormatter(style=name, nobackground=True) for name in ("xcode", "github-dark")]
     light, dark = (formatter.get_style_defs("pre") for formatter in formatters)
@@ -404,8 +419,8 @@ if __name__ == "__main__":
     parser.add_argument("--link-lines", action="store_true", help="no page; see above")
     options = parser.parse_args()
     for page in (ROOT / "docs").glob("*.md") if options.link_lines else ():
-        page.write_text(link_lines(page))
+        page.write_text(link_lines(page), encoding="utf-8")
     if options.link_lines:
         sys.exit()
-    options.out.write_text(build(options.source))
+    options.out.write_text(build(options.source), encoding="utf-8")
     print(options.out)

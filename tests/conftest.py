@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
@@ -34,7 +35,7 @@ def small_task():
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     digits = [random.Random(i).choices("0123456789", k=3 + i % 2) for i in range(80)]
     rows = [{"prompt": "".join(row) + "=", "answer": "".join(sorted(row))} for row in digits]
-    (folder / "sort.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "sort.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder / "sort.jsonl"
 
 
@@ -93,6 +94,8 @@ def spy(monkeypatch, owner, name):
 
 def forked(*calls):
     """Run calls in processes that start with torch imported. -> processes, started"""
+    if not hasattr(os, "fork"):
+        pytest.skip("this system cannot fork")
 
     def target(call):
         sys.stdout = sys.stderr = open(os.devnull, "w")
@@ -167,7 +170,7 @@ def two_ranks(call):
 # --- comparing ---
 def metrics_without_times(run_dir):
     """metrics.jsonl as a list of rows, less what no two runs share."""
-    rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in open(Path(run_dir) / "metrics.jsonl", encoding="utf-8")]
     timed = ("time", "charts/SPS")
     return [
         {k: v for k, v in row.items() if k not in timed and not k.startswith("time/")}

@@ -27,8 +27,8 @@ def section(page, child):
 
 def test_every_marker_has_its_words_and_its_proof():
     known = {}
-    for _, child in CHILDREN:
-        known |= build.read_markers((ROOT / child).read_text())
+    for parent, child in CHILDREN:
+        known |= build.own_markers(parent, child)
     assert known.keys() == build.PROOFS.keys()
 
 
@@ -37,7 +37,7 @@ def test_every_link_resolves(page):
     links = re.findall(r'href="#([^"]+)"', page)
     assert len(links) > 15 and set(links) <= targets
     for path, line, name in set(re.findall(r'href="\.\./([^"#]+)(?:#L(\d+)">(\w+))?', page)):
-        lines = (ROOT / path).read_text().splitlines()
+        lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
         if line and name not in ("line", "imports", "constants", "main"):
             assert any(
                 re.match(rf"(def|class) {name}\b", text) for text in lines[: int(line) + 4]
@@ -50,8 +50,11 @@ def test_every_link_resolves(page):
 
 @pytest.mark.parametrize("parent, child", CHILDREN)
 def test_every_change_is_shown_under_its_marker(page, parent, child):
-    a, source = (ROOT / parent).read_text().splitlines(), (ROOT / child).read_text()
-    b, markers = source.splitlines(), build.read_markers(source)
+    a, source = (
+        (ROOT / parent).read_text(encoding="utf-8").splitlines(),
+        (ROOT / child).read_text(encoding="utf-8"),
+    )
+    b, markers = source.splitlines(), build.own_markers(parent, child)
     diff, _ = build.compare(a, b, markers)
     assert [(a if sign == "-" else b)[i] for sign, i in diff if sign != "+"] == a
     assert [i for sign, i in diff if sign != "-"] == list(range(len(b)))
@@ -88,8 +91,8 @@ def test_in_a_browser(page, tmp_path, width):
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if not chromium:
         pytest.skip("no chromium here")
-    (tmp_path / "page.html").write_text(page)
-    (tmp_path / "check.html").write_text(CHECK.replace("WIDTH", str(width)))
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    (tmp_path / "check.html").write_text(CHECK.replace("WIDTH", str(width)), encoding="utf-8")
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --window-size=1500,1000".split()
     flags += ["--allow-file-access-from-files", f"--user-data-dir={tmp_path}/profile", "--dump-dom"]
     url = (tmp_path / "check.html").as_uri()

@@ -26,6 +26,7 @@ from conftest import (
     same,
     weights,
 )
+from rewards import digits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppo_v2
@@ -64,9 +65,40 @@ def test_main_trains_and_fills_a_folder_that_no_other_run_overwrites(name, tmp_p
     run(script, tmp_path / "other", num_iterations=1)
     assert not same(weights(folder), weights(tmp_path / "other"))
     before = metrics_without_times(folder)
-    with pytest.raises(FileExistsError, match="run"):
+    with pytest.raises(SystemExit, match="run already exists; runs are never overwritten"):
         run(script, folder, num_iterations=1, seed=2)
     assert metrics_without_times(folder) == before
+
+
+@pytest.mark.parametrize("name", LM_SCRIPTS)
+def test_samples_agree_with_the_logged_score(name, tmp_path, capsys):
+    """Eight held-out prompts at each evaluation, scored again; a response without EOS was cut off."""
+    script, folder = importlib.import_module(name), tmp_path / "run"
+    run(script, folder, eval_size=8)
+    samples = [json.loads(line) for line in open(folder / "samples.jsonl", encoding="utf-8")]
+    scores = {
+        row["global_step"]: row["eval/score"]
+        for row in metrics_without_times(folder)
+        if "eval/score" in row
+    }
+    assert list(scores) == [0, 16, 24] and len(samples) == 3 * 8
+    for step, score in scores.items():
+        rows = [sample for sample in samples if sample["global_step"] == step]
+        responses = [row["response"].removesuffix("<eos>") for row in rows]
+        again = digits([row["prompt"] for row in rows], responses, [row["answer"] for row in rows])
+        assert [row["score"] for row in rows] == again
+        assert sum(again) / 8 == pytest.approx(score)
+        assert all(len(row["response"].removesuffix("<eos>")) <= 8 for row in rows)
+        assert all(sorted(row["prompt"][:-1]) == sorted(row["answer"]) for row in rows)
+    printed = capsys.readouterr().out
+    assert printed.count(", score ") == 6 and f"eval/score {scores[0]:.2f} -> " in printed
+    assert str(folder) in printed.splitlines()[-1]
+
+
+def test_a_run_without_an_evaluation_in_between_still_shows_both_ends(tmp_path):
+    run(ppo_v2, tmp_path / "run", num_iterations=1, eval_every=9)
+    lines = open(tmp_path / "run" / "samples.jsonl", encoding="utf-8")
+    assert [json.loads(line)["global_step"] for line in lines] == [0] * 8 + [8] * 8
 
 
 @pytest.mark.parametrize("name, last", [("ppo", ""), ("ppo_v2", r" BUF:\d+ EFF:\d\.\dx")])
@@ -77,7 +109,7 @@ def test_command_line_prints_plain_status_lines(name, last, run_script):
     done = run_script(f"{name}.py", *words)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(lines) == 3 and "eval/score" in done.stdout.splitlines()[-1]
+    assert len(lines) == 3 and done.stdout.splitlines()[-3].startswith("eval/score ")
     for line in lines:
         assert re.fullmatch(r"\[\d/3\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d" + last, line), (
             line
@@ -85,9 +117,9 @@ def test_command_line_prints_plain_status_lines(name, last, run_script):
 
 
 def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
-    """The real launcher; 5 rows drawn, so that ranks and micro-batches have uneven shares."""
+    """The real launcher; an uneven number of held-out prompts, of which each rank takes its share."""
     options = REPLAY | dict(
-        num_iterations=2, replay_sample_size=5, gradient_accumulation_steps=2, learning_rate=1e-4
+        num_iterations=2, eval_size=7, gradient_accumulation_steps=2, learning_rate=1e-4
     )
     run(ppo_v2, tmp_path / "one", **options)
     words = [
@@ -107,6 +139,11 @@ def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[2/2] PL:") == 1, "one voice"
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    one, two = (
+        [json.loads(line) for line in open(tmp_path / name / "samples.jsonl", encoding="utf-8")]
+        for name in ("one", "two")
+    )
+    assert [row["prompt"] for row in one] == [row["prompt"] for row in two] and len(one) == 14
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -124,10 +161,11 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
 
 
 LM_BAD = """--temperature 0 | --learning-rate nan | --gae-lambda 1.5 | --kl-coef -0.1 | --num-minibatches 3
-    --max-digits 2 | --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
+    --max-digits 2 | --max-digits 8 | --chat-template | --reward-fn absent.py:f | --ent-coef nan
+    --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
 BAD = {  # flags that make no sense, options that would be ignored among them; the last is named, by its last word
     "ppo": LM_BAD,
-    "ppo_v1": LM_BAD + " | --resume",
+    "ppo_v1": LM_BAD + " | --resume | --fsdp | --dual-clip 0.5 | --early-stopping-patience 0",
     "ppo_v2": LM_BAD + " | --replay-buffer-size 700 | --priority-age-tau None | --correction dppo",
     "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --num-families 25
         --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard

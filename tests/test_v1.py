@@ -20,6 +20,7 @@ from conftest import (
     die_while_saving,
     forked,
     metrics_without_times,
+    posix,
     run,
     same,
     spy,
@@ -150,6 +151,7 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
         assert lines[0] == lines[1] and lines[0].count("\n") >= 40, "every line once"
 
 
+@posix
 @either
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_ends_and_the_run_goes_on_as_if_never_stopped(
@@ -311,6 +313,7 @@ def test_options_can_be_copied_and_a_fork_may_add_its_own(script):
 
 
 # --- signals ---
+@posix
 def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signals = ppo_v1.Signals()

@@ -568,7 +568,7 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(rollout_lag=1, correction="none", correction_limit=0.1), "--correction-limit does"),
         (dict(rollout_lag=-1), "--rollout-lag must not be negative"),
         (dict(use_replay_buffer=True, replay_sample_size=3, batch_size=8, num_minibatches=4),
-         "--replay-sample-size must be at least 4"),
+         "3 rollouts per update are too few"),
         (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be"),
         (dict(use_replay_buffer=True, max_replay_reuse=0), "--max-replay-reuse must be positive"),
     ],
