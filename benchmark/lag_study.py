@@ -173,9 +173,10 @@ def draw(done, path):
     axes = figure.subplots(1, 2, sharey=True)
     for axis, rate, message in zip(axes, RATES, messages, strict=True):
         labels = []
+        lags = [lag for lag in LAGS if rows_of(done, "default", "none", lag, rate)]
         for i, name in enumerate(CORRECTIONS):
             points = []
-            for x, lag in enumerate(LAGS):
+            for x, lag in enumerate(lags):
                 ends = [row["end"] for row in rows_of(done, "default", name, lag, rate)]
                 if ends:
                     points.append((x, statistics.mean(ends)))
@@ -189,9 +190,9 @@ def draw(done, path):
         for end, x, name in sorted(labels, reverse=True):  # names keep a distance from each other
             height = min(end, height - 0.06)
             axis.text(x, height, "  " + name, color=COLOURS[name], fontsize=11, va="center")
-        axis.set_xticks(range(len(LAGS)), LAGS)
+        axis.set_xticks(range(len(lags)), lags)
         axis.set(title=f"learning rate {rate:g}: {message}", ylim=(-0.03, 1.05))
-        axis.set_xlim(right=len(LAGS) - 0.2)
+        axis.set_xlim(-0.2, 1.35 * (len(lags) - 1) + 0.1)
         axis.set_xlabel("lag: iterations between sampler and learner")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy at the end")

@@ -78,7 +78,6 @@ ARMS = {  # name: options. sft, own_critic and mean_baseline are patches below, 
     "replay, guide, PER": GUIDE | dict(use_priority_sampling=True),
     "plain PPO, own critic": dict(own_critic=True),
     "plain PPO, batch mean": dict(mean_baseline=True, vf_coef=0.0),
-    "plain PPO, no baseline": dict(vf_coef=0.0),
     "replay, own critic": REPLAY | dict(own_critic=True),
     "replay, batch mean": REPLAY | dict(mean_baseline=True, vf_coef=0.0),
     "replay, no baseline": REPLAY | dict(vf_coef=0.0),
@@ -502,10 +501,12 @@ def table(task, curves, arms, seeds=SEEDS):
 
 def critic_table(curves):
     lines = [
-        "| arm | accuracy at the end, by seed | mean | mean over the run | explained variance, second half | CPU s |",
-        "|---" * 6 + "|",
+        "| arm | flags | accuracy at the end, by seed | mean | mean over the run "
+        "| explained variance, second half | CPU s |",
+        "|---" * 7 + "|",
     ]
-    arms = ["plain PPO, defaults", *[arm for arm in CRITICS if "plain" in arm]]
+    # the tuned plain PPO has --vf-coef 0: no baseline
+    arms = ["plain PPO, defaults", "plain PPO", *[arm for arm in CRITICS if "plain" in arm]]
     arms += ["replay", *[arm for arm in CRITICS if "replay" in arm]]
     for arm in arms:
         mine = curves_of(curves, "rare", arm)
@@ -513,9 +514,11 @@ def critic_table(curves):
             continue
         halves = [point for curve in mine for point in curve[len(curve) // 2 :]]
         known = [point[3] for point in halves if point[3] is not None]
-        has_critic = "mean" not in arm and "baseline" not in arm
+        setting = next(key[2] for key in curves if key[:2] == ("rare", arm))
+        has_critic = "vf_coef" not in ARMS[arm] | json.loads(setting)
         cells = [
             arm,
+            words(setting),
             ends_of(mine),
             short(statistics.mean(curve[-1][2] for curve in mine)),
             short(statistics.mean(area(curve) for curve in mine)),
