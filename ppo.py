@@ -56,7 +56,7 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -516,26 +516,13 @@ def main(args: Args) -> dict[str, float]:
             metrics |= eval_metrics
             run.log_samples(global_step, samples)
         run.log(metrics)
-
-        # policy loss, value loss, mean score
-        status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
-        status += f" R:{metrics['charts/score']:.2f}"
-        progress.set_postfix_str(status, refresh=False)
-        progress.update()
-        if progress.disable:  # the output is not a terminal: print lines instead of a bar
-            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+        show_progress(progress, iteration, metrics)
 
     progress.close()
     print_samples("after training", samples)
     policy.lm.save_pretrained(run.dir / "final_model")
     tokenizer.save_pretrained(run.dir / "final_model")
-    panels = {
-        "mean score of a response": ["charts/score", "eval/score"],
-        "entropy (nats per token)": ["losses/entropy"],
-        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
-        "explained variance of the returns": ["losses/explained_variance"],
-    }
-    run.finish(panels)
+    run.finish()
     return metrics
 
 
@@ -592,7 +579,7 @@ def last_number(text: str) -> float | None:
 def verify(response: str, answer: str) -> bool:
     """Compare final answers: as numbers if the answer is a number, else as text."""
     response = final_answer(response)
-    if re.fullmatch(r"[$\d.,+-]+", answer) and last_number(answer) is not None:
+    if re.fullmatch(r"[$%\d.,+-]+", answer) and last_number(answer) is not None:
         return last_number(response) == last_number(answer)
     return response == answer
 
@@ -734,6 +721,24 @@ def load_lm(args):
 
 
 # --- run folder ---
+PANELS = {  # of curves.png: label of the y-axis, metrics
+    "mean score of a response": ["charts/score", "eval/score"],
+    "entropy (nats per token)": ["losses/entropy"],
+    "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+    "explained variance of the returns": ["losses/explained_variance"],
+}
+
+
+def show_progress(progress, iteration: int, metrics: dict):
+    """Policy loss, value loss and mean score, beside the bar or as lines."""
+    status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
+    status += f" R:{metrics['charts/score']:.2f}"
+    progress.set_postfix_str(status, refresh=False)
+    progress.update()
+    if progress.disable:  # the output is not a terminal: print lines instead of a bar
+        print(f"[{iteration}/{progress.total}] {status}", flush=True)
+
+
 def print_samples(title: str, samples: list[dict]):
     print(title)
     for sample in samples[:3]:
@@ -751,9 +756,9 @@ class Run:
         self.start_time = time.time()
         self.wandb = None
 
-        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
+        config["torch"] = torch.__version__
         (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 
@@ -781,7 +786,7 @@ class Run:
             table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
             self.wandb.log({"samples": table}, step=global_step)
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
@@ -789,11 +794,12 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
+        logged = set().union(*self.rows)
+        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(
-                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
-            )
+        axes = figure.subplots(1, len(panels))
+        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+            axis.set(xlabel="responses generated", ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]

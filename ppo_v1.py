@@ -14,7 +14,7 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss            -> ppo_loss
 
-A marker opens each addition to ppo.py in the code; `diff ppo.py ppo_v1.py` shows where it ends.
+A marker opens each addition to ppo.py in the code; a diff with the parent shows where it ends.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
@@ -24,6 +24,7 @@ A marker opens each addition to ppo.py in the code; `diff ppo.py ppo_v1.py` show
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
     v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
     v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
+
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
@@ -43,7 +44,6 @@ import re
 import runpy
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -68,7 +68,7 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -140,6 +140,7 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
+# v1: nan: the mask of a response is 0 everywhere if its score is NaN or infinite.
 
 
 class PolicyWithValue(nn.Module):
@@ -298,6 +299,14 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if not args.reward_fn:  # built-in scorers: a truncated response is wrong
         batch["scores"] *= batch["ended"]
     return batch
+
+
+# v1: nan
+def mask_unscored(batch: dict):
+    """Empty the mask of responses whose score is NaN or infinite: they do not enter the update."""
+    is_finite = batch["scores"].isfinite()
+    batch["scores"] = batch["scores"].where(is_finite, 0.0)
+    batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
 
 
 # --- math ---
@@ -473,9 +482,8 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                     stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
-            stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            if args.fsdp:
-                stats["grad_norm"] = stats["grad_norm"].full_tensor()
+            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
             steps.append(stats)
             # v1: kl
             moved_too_far = bool(args.target_kl) and stats["approx_kl"] > 1.5 * args.target_kl
@@ -624,6 +632,7 @@ def main(args: Args) -> dict[str, float]:
         state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
     else:
+        drop_lines_after(-1, run.dir / "metrics.jsonl")
         drop_lines_after(-1, run.dir / "samples.jsonl")
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics)
@@ -631,10 +640,9 @@ def main(args: Args) -> dict[str, float]:
         print_samples("before training", samples)
         keep_if_best(state, metrics, policy, tokenizer, run)
     signals = Signals()
-
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    progress.update(state["iteration"])  # v1: checkpoint
-    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+    done = state["iteration"]
+    progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
+    for iteration in range(done + 1, args.num_iterations + 1):
         # v1: best
         if is_out_of_patience(state, args):
             print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
@@ -650,10 +658,7 @@ def main(args: Args) -> dict[str, float]:
         pairs = prompt_order[global_step - args.batch_size : global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
-        # v1: nan: an empty mask marks a response without a score; it does not enter the update
-        is_finite = batch["scores"].isfinite()
-        batch["scores"] = batch["scores"].where(is_finite, 0.0)
-        batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
+        mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:
@@ -692,14 +697,7 @@ def main(args: Args) -> dict[str, float]:
             state["kl_coef"] = adapt_kl_coef(
                 state["kl_coef"], kl, args.ref_kl_target, args.batch_size
             )
-
-        # policy loss, value loss, mean score
-        status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
-        status += f" R:{metrics['charts/score']:.2f}"
-        progress.set_postfix_str(status, refresh=False)
-        progress.update()
-        if progress.disable:  # the output is not a terminal: print lines instead of a bar
-            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+        show_progress(progress, iteration, metrics)
 
         # v1: checkpoint, best
         state["iteration"] = iteration
@@ -716,13 +714,7 @@ def main(args: Args) -> dict[str, float]:
     print_samples("after training", samples)
     signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    panels = {
-        "mean score of a response": ["charts/score", "eval/score"],
-        "entropy (nats per token)": ["losses/entropy"],
-        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
-        "explained variance of the returns": ["losses/explained_variance"],
-    }
-    run.finish(panels)
+    run.finish()
     return metrics
 
 
@@ -805,7 +797,7 @@ def last_number(text: str) -> float | None:
 def verify(response: str, answer: str) -> bool:
     """Compare final answers: as numbers if the answer is a number, else as text."""
     response = final_answer(response)
-    if re.fullmatch(r"[$\d.,+-]+", answer) and last_number(answer) is not None:
+    if re.fullmatch(r"[$%\d.,+-]+", answer) and last_number(answer) is not None:
         return last_number(response) == last_number(answer)
     return response == answer
 
@@ -979,6 +971,24 @@ def checkpoint_layers(policy):
 
 
 # --- run folder ---
+PANELS = {  # of curves.png: label of the y-axis, metrics
+    "mean score of a response": ["charts/score", "eval/score"],
+    "entropy (nats per token)": ["losses/entropy"],
+    "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+    "explained variance of the returns": ["losses/explained_variance"],
+}
+
+
+def show_progress(progress, iteration: int, metrics: dict):
+    """Policy loss, value loss and mean score, beside the bar or as lines."""
+    status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
+    status += f" R:{metrics['charts/score']:.2f}"
+    progress.set_postfix_str(status, refresh=False)
+    progress.update()
+    if progress.disable:  # the output is not a terminal: print lines instead of a bar
+        print(f"[{iteration}/{progress.total}] {status}", flush=True)
+
+
 def print_samples(title: str, samples: list[dict]):
     print(title)
     for sample in samples[:3]:
@@ -998,9 +1008,9 @@ class Run:
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
-        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
+        config["torch"] = torch.__version__
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 
@@ -1036,7 +1046,7 @@ class Run:
             table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
             self.wandb.log({"samples": table}, step=global_step)
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         if rank() > 0:  # v1: distributed
             return
@@ -1046,11 +1056,12 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
+        logged = set().union(*self.rows)
+        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(
-                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
-            )
+        axes = figure.subplots(1, len(panels))
+        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+            axis.set(xlabel="responses generated", ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
@@ -1080,6 +1091,10 @@ class ResumeArgs:
     resume: bool = False
 
 
+FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
+    sft_steps chat_template max_prompt_length""".split()
+
+
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
@@ -1095,7 +1110,7 @@ def parse_args() -> Args:
         old_value = getattr(saved_args, name)
         if name == "resume" or value == old_value:
             continue
-        if name in ("seed", "task", "model_name", "batch_size"):
+        if name in FIXED_OPTIONS:
             sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
         print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
@@ -1118,10 +1133,12 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
 
 
 def is_resumable(args) -> bool:
-    """Whether the run may go on in its folder. Without a checkpoint it starts again."""
-    folder = Path(args.run_dir)
-    is_foreign = (folder / "summary.json").exists() and not (folder / "checkpoint.pt").exists()
-    return args.resume and not is_foreign  # a finished run of ppo.py has no checkpoint
+    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
+    path = Path(args.run_dir) / "args.json"
+    if not args.resume or not path.exists():
+        return args.resume
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("script") == Path(__file__).stem
 
 
 def load_checkpoint(run, policy, optimizer, args) -> dict:
@@ -1179,10 +1196,11 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python handles signals in the main thread only
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
+        except ValueError:
+            pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
         self.received = True

@@ -12,7 +12,10 @@ r"""PPO for language models with experience replay (arXiv:1707.06347v2 and 1511.
             policy sampled                                                    -> stale_policy_loss
         put the fresh rollouts into the buffer                                -> ReplayBuffer.add
 
-A marker opens each addition to ppo.py in the code; `diff ppo.py ppo_v1.py` shows where it ends.
+Three policies: mu sampled a token (mu_logprobs), prox is the policy before this update (logprobs),
+and pi is the policy that is trained (new_logprobs). Without a lag, mu of fresh tokens is prox.
+
+A marker opens each addition to ppo.py in the code; a diff with the parent shows where it ends.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
@@ -26,10 +29,8 @@ A marker opens each addition to ppo.py in the code; `diff ppo.py ppo_v1.py` show
     v2: buffer       - past rollouts take part in later updates: which, how often, for how long
     v2: correction   - six rules for tokens that an older policy sampled
     v2: log          - write rollouts to a file; start another run from it
-Without a lag and without --use-replay-buffer the numbers are those of ppo_v1.py, bit for bit.
 
-Three policies: mu sampled a token (mu_logprobs), prox is the policy before this update (logprobs),
-and pi is the policy that is trained (new_logprobs). Without a lag, mu of fresh tokens is prox.
+With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 A docstring that ends with an arrow gives the shapes of what is returned.
@@ -48,7 +49,6 @@ import re
 import runpy
 import signal
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -76,7 +76,7 @@ Correction = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # of all random numbers in training; the evaluation does not depend on it
+    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -151,7 +151,7 @@ class Args:
     staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
     replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
-    replay_advantages: Literal["positive", "all"] = "positive"  # replay positive ones only, or all
+    replay_advantages: Literal["positive", "all"] = "positive"  # positive: negative ones become 0
 
     def __post_init__(self):
         check_args(self)
@@ -184,6 +184,7 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
+# v1: nan: the mask of a response is 0 everywhere if its score is NaN or infinite.
 #     mu_logprobs, mu_values        (B,R)  v2: lag: of the policy that sampled
 #     sample_weights, is_replayed   (B,1)  v2: buffer: 1 and 0 for fresh rollouts
 
@@ -346,6 +347,14 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     return batch
 
 
+# v1: nan
+def mask_unscored(batch: dict):
+    """Empty the mask of responses whose score is NaN or infinite: they do not enter the update."""
+    is_finite = batch["scores"].isfinite()
+    batch["scores"] = batch["scores"].where(is_finite, 0.0)
+    batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
+
+
 # v2: lag
 def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args, uniforms) -> dict:
     """Sample with the weights of K iterations ago; then compute current log-probs and values.
@@ -506,7 +515,7 @@ def cispo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limi
 
 
 def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=0.2):
-    """Drop a token whose probability has moved by more than `limit` from mu (arXiv:2602.04879)."""
+    """Drop a token that would leave mu by more than `limit` in probability (arXiv:2602.04879)."""
     moved = new_logprobs.exp() - mu_logprobs.exp()
     return importance_ratio(new_logprobs, mu_logprobs) * (moved * advantages.sign() <= limit)
 
@@ -520,11 +529,12 @@ def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
     squares = logratio**2 * mask
     may_drop = (logratio * advantages > 0) & (mask > 0)
     largest, order = (squares * may_drop).flatten().sort(descending=True)
-    # Entry k is the mean square of the tokens that are left when the k largest are dropped.
+    # What is left when the k largest are dropped, for k = 0, 1, 2, ... For example squares 9, 4, 1
+    # and limit 2: the means are 14/3, 5/2 and 1, so that two tokens are dropped.
     sum_left = squares.sum() - largest.cumsum(0) + largest
     num_left = mask.sum() - torch.arange(len(largest), device=mask.device)
     is_too_large = sum_left / num_left.clamp(min=1) > limit
-    num_dropped = is_too_large.long().cumprod(0).sum()  # how many entries come before a small one
+    num_dropped = is_too_large.long().cumprod(0).sum()  # number of means before the first small one
     num_dropped = torch.min(num_dropped, may_drop.sum())
     kept = torch.ones_like(mask)
     kept.view(-1)[order[:num_dropped]] = 0
@@ -539,7 +549,10 @@ CORRECTIONS = dict(
 def stale_policy_loss(
     correction, new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None
 ):
-    """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R)."""
+    """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R).
+
+    new_logprobs belong to pi, logprobs to prox and mu_logprobs to mu.
+    """
     options = {} if limit is None else dict(limit=limit)
     now = new_logprobs.detach()
     rule = CORRECTIONS[correction]
@@ -843,9 +856,8 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                     stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
-            stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            if args.fsdp:
-                stats["grad_norm"] = stats["grad_norm"].full_tensor()
+            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
             steps.append(stats)
             # v1: kl
             moved_too_far = bool(args.target_kl) and stats["approx_kl"] > 1.5 * args.target_kl
@@ -1002,6 +1014,7 @@ def main(args: Args) -> dict[str, float]:
         buffer.load_state_dict(state["buffer"])
         drop_lines_after(run.rows[-1]["global_step"], run.dir / "rollouts.jsonl")
     else:
+        drop_lines_after(-1, run.dir / "metrics.jsonl")
         drop_lines_after(-1, run.dir / "samples.jsonl")
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics)
@@ -1013,10 +1026,9 @@ def main(args: Args) -> dict[str, float]:
             buffer.add(read_rollouts(args.replay_from, policy, tokenizer, args), iteration=0)
         drop_lines_after(-1, run.dir / "rollouts.jsonl")
     signals = Signals()
-
-    progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
-    progress.update(state["iteration"])  # v1: checkpoint
-    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
+    done = state["iteration"]
+    progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
+    for iteration in range(done + 1, args.num_iterations + 1):
         # v1: best
         if is_out_of_patience(state, args):
             print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
@@ -1035,10 +1047,7 @@ def main(args: Args) -> dict[str, float]:
         batch = rollout_with_lag(
             policy, state["past_weights"], pairs, tokenizer, scorer, args, uniforms
         )
-        # v1: nan: an empty mask marks a response without a score; it does not enter the update
-        is_finite = batch["scores"].isfinite()
-        batch["scores"] = batch["scores"].where(is_finite, 0.0)
-        batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
+        mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:
@@ -1096,16 +1105,7 @@ def main(args: Args) -> dict[str, float]:
             state["kl_coef"] = adapt_kl_coef(
                 state["kl_coef"], kl, args.ref_kl_target, args.batch_size
             )
-
-        # policy loss, value loss, mean score
-        status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
-        status += f" R:{metrics['charts/score']:.2f}"
-        if args.use_replay_buffer:  # v2: buffer
-            status += f" BUF:{len(buffer)} EFF:{metrics['sample_efficiency']:.1f}x"
-        progress.set_postfix_str(status, refresh=False)
-        progress.update()
-        if progress.disable:  # the output is not a terminal: print lines instead of a bar
-            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+        show_progress(progress, iteration, metrics)
 
         # v1: checkpoint, best
         state["iteration"] = iteration
@@ -1122,19 +1122,7 @@ def main(args: Args) -> dict[str, float]:
     print_samples("after training", samples)
     signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    panels = {
-        "mean score of a response": ["charts/score", "eval/score"],
-        "entropy (nats per token)": ["losses/entropy"],
-        "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
-        "explained variance of the returns": ["losses/explained_variance"],
-    }
-    # v2: lag, buffer
-    if args.rollout_lag or args.use_replay_buffer:
-        panels["KL from the sampler (nats per token)"] = ["lag/kl_behaviour", "replay/kl_behaviour"]
-        panels["effective share of stale tokens"] = ["lag/ess", "replay/ess"]
-    if args.use_replay_buffer:
-        panels["uses of a rollout"] = ["sample_efficiency", "avg_sample_reuse"]
-    run.finish(panels)
+    run.finish()
     return metrics
 
 
@@ -1271,7 +1259,7 @@ def last_number(text: str) -> float | None:
 def verify(response: str, answer: str) -> bool:
     """Compare final answers: as numbers if the answer is a number, else as text."""
     response = final_answer(response)
-    if re.fullmatch(r"[$\d.,+-]+", answer) and last_number(answer) is not None:
+    if re.fullmatch(r"[$%\d.,+-]+", answer) and last_number(answer) is not None:
         return last_number(response) == last_number(answer)
     return response == answer
 
@@ -1504,6 +1492,30 @@ def checkpoint_layers(policy):
 
 
 # --- run folder ---
+PANELS = {  # of curves.png: label of the y-axis, metrics
+    "mean score of a response": ["charts/score", "eval/score"],
+    "entropy (nats per token)": ["losses/entropy"],
+    "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
+    "explained variance of the returns": ["losses/explained_variance"],
+    # v2: lag, buffer
+    "KL from the sampler (nats per token)": ["lag/kl_behaviour", "replay/kl_behaviour"],
+    "effective share of stale tokens": ["lag/ess", "replay/ess"],
+    "uses of a rollout": ["sample_efficiency", "avg_sample_reuse"],
+}
+
+
+def show_progress(progress, iteration: int, metrics: dict):
+    """Policy loss, value loss and mean score, beside the bar or as lines."""
+    status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
+    status += f" R:{metrics['charts/score']:.2f}"
+    if "buffer_size" in metrics:  # v2: buffer
+        status += f" BUF:{metrics['buffer_size']} EFF:{metrics['sample_efficiency']:.1f}x"
+    progress.set_postfix_str(status, refresh=False)
+    progress.update()
+    if progress.disable:  # the output is not a terminal: print lines instead of a bar
+        print(f"[{iteration}/{progress.total}] {status}", flush=True)
+
+
 def print_samples(title: str, samples: list[dict]):
     print(title)
     for sample in samples[:3]:
@@ -1523,9 +1535,9 @@ class Run:
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
-        config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
+        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
+        config["torch"] = torch.__version__
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 
@@ -1561,7 +1573,7 @@ class Run:
             table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
             self.wandb.log({"samples": table}, step=global_step)
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         if rank() > 0:  # v1: distributed
             return
@@ -1571,11 +1583,12 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
+        logged = set().union(*self.rows)
+        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(
-                1, len(panels), i, xlabel="responses generated", ylabel=ylabel
-            )
+        axes = figure.subplots(1, len(panels))
+        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+            axis.set(xlabel="responses generated", ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
@@ -1605,6 +1618,10 @@ class ResumeArgs:
     resume: bool = False
 
 
+FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
+    sft_steps chat_template max_prompt_length""".split()
+
+
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
@@ -1620,7 +1637,7 @@ def parse_args() -> Args:
         old_value = getattr(saved_args, name)
         if name == "resume" or value == old_value:
             continue
-        if name in ("seed", "task", "model_name", "batch_size"):
+        if name in FIXED_OPTIONS:
             sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
         print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
     return args
@@ -1643,10 +1660,12 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
 
 
 def is_resumable(args) -> bool:
-    """Whether the run may go on in its folder. Without a checkpoint it starts again."""
-    folder = Path(args.run_dir)
-    is_foreign = (folder / "summary.json").exists() and not (folder / "checkpoint.pt").exists()
-    return args.resume and not is_foreign  # a finished run of ppo.py has no checkpoint
+    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
+    path = Path(args.run_dir) / "args.json"
+    if not args.resume or not path.exists():
+        return args.resume
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("script") == Path(__file__).stem
 
 
 def load_checkpoint(run, policy, optimizer, args) -> dict:
@@ -1704,10 +1723,11 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python handles signals in the main thread only
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
+        except ValueError:
+            pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
         self.received = True

@@ -187,7 +187,7 @@ def compare(
 def link_lines(page: Path) -> str:
     """The page, with every function and class that its implementation details name linked to its line."""
     where = {}
-    scripts = {"ppo": ("ppo_v1.py", "ppo.py"), "staleness": ("ppo_v2.py",)}
+    scripts = {"ppo": ("ppo_v1.py", "ppo.py"), "staleness": ("ppo_v2.py",), "design": ()}
     for script in scripts.get(page.stem, (f"{page.stem}.py",)):
         for node in ast.parse((ROOT / script).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -400,3 +400,19 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(tmp_path):
     assert two_ranks(lambda rank: run(ppo_v1, cut, **options, resume=True)) == [0, 0]
     run(ppo_v1, tmp_path / "one", num_iterations=4)
     assert_nearly_the_same(tmp_path / "one", cut)
+
+
+def test_a_folder_of_another_script_is_never_overwritten(tmp_path):
+    run(ppo, tmp_path / "run", num_iterations=1)
+    before = metrics_without_times(tmp_path / "run")
+    with pytest.raises(SystemExit, match="already exists; runs are never overwritten"):
+        run(ppo_v1, tmp_path / "run", resume=True)
+    assert metrics_without_times(tmp_path / "run") == before
+
+
+def test_a_resumed_run_cannot_change_its_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(ppo_v1, tmp_path / "mine", num_iterations=1)
+    monkeypatch.setattr(sys, "argv", "ppo_v1.py --run-dir mine --resume --batch-size 16".split())
+    with pytest.raises(SystemExit, match="--resume cannot change --batch-size from 8"):
+        ppo_v1.parse_args()
