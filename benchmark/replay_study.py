@@ -210,7 +210,7 @@ def prepare(module, task, mean_baseline=False, own_critic=False):
     """Let a script remember its warm start, and give it what is no option of it.  -> what undoes this"""
     before = {name: vars(module)[name] for name in PATCHED if name in vars(module)}
     finish = module.Run.finish
-    module.Run.finish = lambda self, panels: None  # no picture, no files: they cost time
+    module.Run.finish = lambda self, *panels: None  # no picture, no files: they cost time
     module.time = types.SimpleNamespace(time=time.process_time)  # other load must not count
     if module is ppo_v2:  # ppo.py has none of these
         module.save_model = module.save_checkpoint = lambda *args, **options: None

@@ -19,7 +19,7 @@ SMALL = dict(num_iterations=2, batch_size=8, sft_steps=2, eval_size=4, device="c
 def recipe(tmp_path, monkeypatch):
     """An empty folder, in which a call writes a code block of the page to the file that the block names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ppo.Run, "finish", lambda self, panels: None)
+    monkeypatch.setattr(ppo.Run, "finish", lambda self, *panels: None)
 
     def write(name):
         page = (ROOT / "docs" / "ppo.md").read_text(encoding="utf-8")
