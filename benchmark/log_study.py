@@ -22,7 +22,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from replay_study import Silent, append, prepare, read_metrics, short
+from replay_study import Silent, append, prepare, read_metrics, short, show
 
 import ppo_v2
 
@@ -179,7 +179,7 @@ def main():
             numbers = done[key] + [""] * (len(POINTS) - len(done[key]))
             append(PATH, [[*key, *numbers]], COLUMNS)
             print(*key, done[key], flush=True)
-    print(f"\n{table(done)}")
+    show("a log of another run", table(done))
 
 
 if __name__ == "__main__":

@@ -313,4 +313,5 @@ if __name__ == "__main__":
                         print(*found[-1], flush=True)
             with open(PATH, "w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS, *found])
-        print(tables(list(csv.DictReader(open(PATH, encoding="utf-8")))))
+        if PATH.exists():
+            print(tables(list(csv.DictReader(open(PATH, encoding="utf-8")))))

@@ -411,7 +411,8 @@ def main():
     for task in [task for task in BUDGET if of(curves, task, TRL)]:
         print(f"\n{task}: {TASKS[task][2]}\n\n{table(task, curves)}")
     print(f"\nmean accuracy over the run, tuning seeds\n\n{grid_table(tuning)}")
-    draw(curves, HERE.parent / "docs" / "race.png")
+    if curves:
+        draw(curves, HERE.parent / "docs" / "race.png")
 
 
 if __name__ == "__main__":
