@@ -1,4 +1,4 @@
-"""Tables and pictures of the pages.
+"""All tables and pictures of the pages.
 
 python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
 python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
@@ -15,14 +15,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # a download, or name your folder here
 COMMANDS = [  # script and flags, what makes it only print
-    ("ppo_default.py", "--table"),
+    ("ppo_default.py", "--tables"),
     ("replay_study.py --tune", "--tables"),
     ("replay_study.py", "--tables"),
     ("lag_study.py", "--tables"),
     ("log_study.py", "--tables"),
-    ("peers.py", "--table"),
+    ("peers.py", "--tables"),
     ("race.py", "--tables"),
-    ("growth.py", "--table"),
     (f"real_model.py {MODEL}", "--tables"),
     ("het_study.py", "--table"),
     (f"real_agent.py {MODEL}", "--tables"),

@@ -3,9 +3,9 @@
     python benchmark/log_study.py             # what log_study.csv lacks (ten CPU minutes)
     python benchmark/log_study.py --tables    # the table from the CSV; no training
 
-5-6 digits. A run with another seed (200 + seed) writes rollouts.jsonl with `--log-rollouts`: all 5120 answers of it, or
-the first 1280, when it had hardly learned. A new run with `--replay-from` then starts from the log. The rival takes the
-log's right answers and learns them by heart: no sampling at all. Accuracy is greedy, on held-out prompts.
+5-6 digits. A run with another seed (100 + seed) writes rollouts.jsonl with `--log-rollouts`. A new run starts from all
+of its 5120 responses with `--replay-from`, or from the first 1280, which are mostly wrong. The simplest rival takes
+supervised steps on the right responses of the log and samples nothing. Accuracy is greedy, on held-out prompts.
 """
 
 import argparse
@@ -22,76 +22,75 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
-from replay_study import prepare, short
+from replay_study import Silent, append, prepare, read_metrics, short, show
 
 import ppo_v2
 
 PATH = HERE / "log_study.csv"
-SEEDS, TUNING_SEEDS = (1, 2, 3, 4, 5), (101, 102)
-LOGS = {"early": 1280, "whole": 5120}  # answers of the log that are handed on
-POINTS = (0, 640, 1280, 2560)  # answers of the new run after which it is judged
+SEEDS, TUNING_SEEDS = (301, 302, 303, 304, 305), (101, 102)
+LOGS = {"early": 1280, "whole": 5120}  # responses of the log that are used
+POINTS = (0, 640, 1280, 2560)  # responses of the new run after which it is evaluated
 TASK = dict(
     min_digits=5,
     max_digits=6,
     batch_size=64,
     use_replay_buffer=True,
     device="cpu",
-    save_every=10**6,
 )
 GRID = [(rate, steps) for rate in (2e-4, 5e-4) for steps in (100, 400)]  # of supervised learning
-ARMS = ("nothing", "replay", "replay, no log-probs", "supervised")
+ARMS = ("nothing", "replay", "supervised")
 COLUMNS = ["log", "arm", "setting", "seed", *map(str, POINTS)]
 
 
 def train(folder, **options):
-    """-> {answers: accuracy}"""
+    """-> {responses: accuracy}"""
     restore = prepare(ppo_v2, "rare")
-    ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
-    stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
     try:
-        ppo_v2.main(ppo_v2.Args(**TASK | options, run_dir=f"{folder}/run", eval_every=10))
+        with Silent():
+            ppo_v2.main(ppo_v2.Args(**TASK | options, run_dir=f"{folder}/run", eval_every=10))
     finally:
-        sys.stdout = stdout
         restore()
-    rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+    rows = read_metrics(f"{folder}/run")
     return {row["global_step"]: row["eval/score"] for row in rows if "eval/score" in row}
 
 
 def supervised(path, seed, rate, steps):
-    """Cross-entropy on the log's right answers, 64 at a time. -> accuracy"""
+    """Cross-entropy on the log's right responses, 64 at a time. -> accuracy"""
     restore = prepare(ppo_v2, "rare")
-    stdout, sys.stdout = sys.stdout, open("/dev/null", "w")
     try:
         args = ppo_v2.Args(**TASK, seed=seed)
         torch.manual_seed(seed)
+        pairs, held_out, scorer = ppo_v2.make_task(args)
         lm, tokenizer, eos_ids = ppo_v2.load_lm(args)
-        pairs, held_out, scorer = ppo_v2.make_task(args, tokenizer)
-        ppo_v2.warm_start(lm, pairs, tokenizer, args)
         policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
-        logged = ppo_v2.read_rollouts(path, tokenizer, args, "cpu")
+        with Silent():
+            ppo_v2.warm_start(lm, pairs, tokenizer, args)
+        logged = ppo_v2.read_rollouts(path, policy, tokenizer, args)
         right = (logged["scores"] > 0).nonzero().flatten().tolist()
         optimizer = torch.optim.AdamW(lm.parameters(), rate, eps=1e-5, weight_decay=0.0, fused=True)
         rng = random.Random(seed)
         for _ in range(steps):
             chosen = rng.choices(right, k=64)
             rows = {name: x[chosen] for name, x in logged.items()}
-            loss = -ppo_v2.masked_mean(policy(rows)[0], rows["response_mask"])
+            logprobs, _, _ = ppo_v2.logprobs_and_values(policy, rows)
+            loss = -ppo_v2.masked_mean(logprobs, rows["response_mask"])
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(lm.parameters(), args.max_grad_norm)
             optimizer.step()
-        return ppo_v2.evaluate(policy, held_out, tokenizer, scorer, args)
+        metrics, _ = ppo_v2.evaluate(policy, held_out, tokenizer, scorer, args)
+        return metrics["eval/score"]
     finally:
-        sys.stdout = stdout
         restore()
 
 
 @functools.cache
 def logged(seed):
-    """What another run wrote, from its first answer to its last."""
+    """The lines that another run wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        train(folder, seed=200 + seed, num_iterations=80, log_rollouts=True)
-        return [json.loads(line) for line in open(f"{folder}/run/rollouts.jsonl")]
+        train(folder, seed=100 + seed, num_iterations=80, log_rollouts=True)
+        text = Path(f"{folder}/run/rollouts.jsonl").read_text(encoding="utf-8")
+        return text.splitlines()
 
 
 def measure(log, arm, setting, seed):
@@ -100,10 +99,7 @@ def measure(log, arm, setting, seed):
         options = dict(seed=seed, num_iterations=POINTS[-1] // TASK["batch_size"])
         path = f"{folder}/log.jsonl"
         if log != "none":
-            rows = logged(seed)[: LOGS[log]]
-            if "no log-probs" in arm:
-                rows = [{name: x for name, x in row.items() if name != "logprobs"} for row in rows]
-            Path(path).write_text("\n".join(map(json.dumps, rows)))
+            Path(path).write_text("\n".join(logged(seed)[: LOGS[log]]), encoding="utf-8")
             options |= dict(replay_from=path)
         if arm == "supervised":
             return [supervised(path, seed, *json.loads(setting))]
@@ -113,7 +109,9 @@ def measure(log, arm, setting, seed):
 
 def read():
     """{(log, arm, setting, seed): [accuracy, ...]}"""
-    rows = list(csv.DictReader(open(PATH))) if PATH.exists() else []
+    rows = []
+    if PATH.exists():
+        rows = list(csv.DictReader(open(PATH, encoding="utf-8")))
     return {
         (row["log"], row["arm"], row["setting"], int(row["seed"])): [
             float(row[k]) for k in COLUMNS[4:] if row[k]
@@ -132,7 +130,7 @@ def jobs(done):
     for seed in SEEDS:
         yield "none", "nothing", "", seed
         for log in LOGS:
-            yield from ((log, arm, "", seed) for arm in ARMS[1:3])
+            yield log, "replay", "", seed
             yield log, "supervised", best(done, log), seed
 
 
@@ -146,7 +144,7 @@ def best(done, log):
 
 def table(done):
     lines = [
-        "| start from | 0 answers | 640 | 1280 | 2560 | 2560, seeds 1–5 |",
+        "| start from | 0 responses | 640 | 1280 | 2560 | 2560, by seed |",
         "|---|---|---|---|---|---|",
     ]
     for log, arm in [("none", "nothing"), *((log, arm) for log in LOGS for arm in ARMS[1:])]:
@@ -178,12 +176,10 @@ def main():
     for key in jobs(done) if not options.tables else ():
         if key not in done:
             done[key] = [round(score, 4) for score in measure(*key)]
-            new = not PATH.exists()
-            with open(PATH, "a", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerows(([COLUMNS] if new else []) + [[*key, *done[key]]])
+            numbers = done[key] + [""] * (len(POINTS) - len(done[key]))
+            append(PATH, [[*key, *numbers]], COLUMNS)
             print(*key, done[key], flush=True)
-    print(f"\n{table(done)}")
+    show("a log of another run", table(done))
 
 
 if __name__ == "__main__":

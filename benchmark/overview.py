@@ -11,74 +11,87 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
-REPLAY = {"plain PPO": "plain PPO", "rejection sampling": "imitation", "replay": "PPO + replay"}
-PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: label}, message, labels of the axes
-    ("lag_study.csv", dict(part="fast"), "correction", "lag", "end",
-     {name: name for name in ("none", "behaviour", "decoupled", "dppo", "m2po")},
-     "Stale samples at a high learning rate:\nonly a tie to the sampler survives", "lag, iterations", "accuracy"),
-    ("replay_study.csv", dict(task="rare"), "arm", "answers", "accuracy", REPLAY,
-     "1 answer in 100 is right: replay and\nimitation are sooner than plain PPO", "answers generated", "accuracy"),
-    ("replay_study.csv", dict(task="noisy"), "arm", "answers", "accuracy", REPLAY,
-     "1 verdict in 10 is wrong:\nimitation copies luck", "answers generated", "accuracy"),
+METHOD, RIVAL, PLAIN, FOURTH, FIFTH = "tab:green", "tab:orange", "tab:blue", "tab:red", "tab:gray"
+REPLAY = {
+    "plain PPO": ("plain PPO", PLAIN),
+    "rejection sampling": ("imitation", RIVAL),
+    "replay": ("replay", METHOD),
+}
+PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: (label, color)}, message, labels of the axes
+    ("lag_study.csv", dict(part="default", learning_rate="0.0003"), "correction", "lag", "end",
+     {"none": ("none", FIFTH), "behaviour": ("behaviour", PLAIN), "decoupled": ("decoupled", RIVAL),
+      "cispo": ("cispo", FOURTH), "dppo": ("dppo", METHOD)},
+     "Stale samples, high learning rate:\nonly a tie to the sampler works", "lag (iterations)", "accuracy"),
+    ("replay_study.csv", dict(task="rare"), "arm", "responses", "accuracy", REPLAY,
+     "1 response in 100 is right: replay\nand imitation are faster", "responses", "accuracy"),
+    ("replay_study.csv", dict(task="noisy"), "arm", "responses", "accuracy", REPLAY,
+     "1 verdict in 10 is wrong:\nimitation copies luck", "responses", "accuracy"),
     ("het_study.csv", dict(game="lock"), "arm", "global_step", "unguided",
-     {"baseline": "GRPO", "sft": "imitation", "HET": "HET"},
-     "Advice for agents: HET beats GRPO,\nimitation gets there sooner", "rollouts", "success without advice"),
+     {"baseline": ("GRPO", PLAIN), "sft": ("imitation", RIVAL), "HET": ("HET", METHOD)},
+     "Advice for agents: HET outperforms\nGRPO, imitation is faster", "rollouts", "success without advice"),
     ("sac_curves.csv", {}, "arm", "global_step", "success_rate",
-     {"cloning": "cloning", "HG-DAgger": "HG-DAgger", "demos + interventions": "SAC + human"},
-     "A clumsy human: SAC goes beyond,\ncloning cannot", "environment steps", "success"),
+     {"cloning": ("cloning", PLAIN), "HG-DAgger": ("HG-DAgger", RIVAL),
+      "demos + interventions": ("SAC + human", METHOD)},
+     "A clumsy human: SAC outperforms\ncloning", "environment steps", "success"),
     ("wsrl_study.csv", dict(task="no demos"), "arm", "env_steps", "return",
-     {"scratch": "scratch", "bc then SAC": "clone, then SAC", "design": "design", "SAC then SAC": "SAC, then SAC"},
-     "Offline warm-up from poor data:\nthe plainest is as good as any", "online steps", "return"),
+     {"scratch": ("scratch", PLAIN), "bc then SAC": ("clone, SAC", RIVAL), "design": ("design", METHOD),
+      "SAC then SAC": ("SAC, SAC", FOURTH)},
+     "Offline warm-up from poor data:\nplain SAC is as good as the design", "online steps", "return"),
 ]  # fmt: skip
 
 
 def curves(name, where, arm_column, x, y):
-    """{arm: [(x, y of each seed), ...]}"""
+    """{arm: {seed: [(x, y), ...]}}"""
     found = defaultdict(lambda: defaultdict(list))
-    for row in csv.DictReader(open(HERE / name)):
+    for row in csv.DictReader(open(HERE / name, encoding="utf-8")):
         if all(row[key] == value for key, value in where.items()) and row[y]:
-            found[row[arm_column]][float(row[x])].append(float(row[y]))
-    return {arm: sorted(points.items()) for arm, points in found.items()}
+            found[row[arm_column]][row["seed"]].append((float(row[x]), float(row[y])))
+    return found
+
+
+def draw_panel(axis, name, where, arm_column, x, y, arms, title, x_label, y_label):
+    found = curves(name, where, arm_column, x, y)
+    if x == "lag":  # without a lag there is one policy for all corrections
+        for arm in arms:
+            for seed, points in found["none"].items():
+                if arm != "none":
+                    found[arm][seed] += [point for point in points if point[0] == 0]
+    ends = []
+    for arm, (label, color) in arms.items():
+        seeds = [sorted(points) for points in found[arm].values()]
+        num_points = min(len(points) for points in seeds)
+        steps = [step for step, _ in seeds[0][:num_points]]
+        ticks = list(range(num_points)) if x == "lag" else steps  # 0, 2, 8, .. at equal distances
+        for points in seeds:
+            heights = [height for _, height in points[:num_points]]
+            axis.plot(ticks, heights, color=color, linewidth=0.8, alpha=0.3)
+        # a collapse on two seeds of five would be invisible in the median
+        middle = statistics.mean if x == "lag" else statistics.median
+        heights = [middle(points[i][1] for points in seeds) for i in range(num_points)]
+        axis.plot(ticks, heights, color=color, linewidth=3)
+        ends.append((heights[-1], ticks[-1], label, color))
+        if x == "lag":
+            axis.set_xticks(ticks, [f"{step:g}" for step in steps])
+    bottom, top = axis.get_ylim()
+    height = top + 1
+    for end, tick, label, color in sorted(ends, reverse=True):  # names keep a distance
+        height = min(end, height - 0.09 * (top - bottom))
+        axis.text(tick, height, "  " + label, color=color, va="center", fontsize=13)
+    left, right = axis.get_xlim()
+    axis.set_xlim(right=right + 0.42 * (right - left))
+    axis.set_title(title, fontsize=14)
+    axis.set_xlabel(x_label, fontsize=12)
+    axis.set_ylabel(y_label, fontsize=12)
+    axis.grid(alpha=0.3)
 
 
 def draw(path):
-    figure = Figure(figsize=(15, 8), layout="constrained")
-    for axis, (name, where, arm_column, x, y, arms, title, *labels) in zip(
-        figure.subplots(2, 3).flat, PANELS, strict=True
-    ):
-        found, ends = curves(name, where, arm_column, x, y), []
-        for i, (arm, label) in enumerate(arms.items()):
-            points = (
-                found[arm] if x != "lag" or arm == "none" else found["none"][:1] + found[arm]
-            )  # lag 0 is one run
-            seeds = max(len(values) for _, values in points)
-            points = [(step, values) for step, values in points if len(values) == seeds]
-            steps, middle = (
-                [step for step, _ in points],
-                [statistics.mean(values) for _, values in points],
-            )
-            steps = steps if x != "lag" else list(range(len(steps)))  # 0, 1, 2, 4, .. evenly
-            low, high = ([f(values) for _, values in points] for f in (min, max))
-            axis.plot(steps, middle, color=f"C{i}", linewidth=2)
-            axis.fill_between(steps, low, high, color=f"C{i}", alpha=0.1)
-            ends.append((middle[-1], steps[-1], label, f"C{i}"))
-            if x == "lag":
-                axis.set_xticks(steps, [f"{step:g}" for step, _ in points])
-        bottom, top = axis.get_ylim()
-        height = top + 1
-        for end, step, label, colour in sorted(
-            ends, reverse=True
-        ):  # names keep a distance from each other
-            height = min(end, height - 0.055 * (top - bottom))
-            axis.text(step, height, "  " + label, color=colour, va="center", fontsize=10)
-        left, right = axis.get_xlim()
-        axis.set_xlim(right=right + 0.32 * (right - left))
-        axis.set_title(title, fontsize=11)
-        axis.set(xlabel=labels[0], ylabel=labels[1])
-        axis.grid(alpha=0.3)
-    figure.supxlabel(
-        "lines: means over five seeds (HET on the locks: ten); bands: their range", fontsize=10
-    )
+    figure = Figure(figsize=(15, 8.5), layout="constrained", facecolor="white")
+    for axis, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
+        draw_panel(axis, *panel)
+    note = "thick: median of the seeds (first panel: mean); thin: every seed; "
+    note += "green: the method, orange: the simplest rival, blue: plain"
+    figure.supxlabel(note, fontsize=12)
     figure.savefig(path, dpi=80)
 
 

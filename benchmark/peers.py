@@ -1,8 +1,8 @@
 """ppo.py against TRL's GRPOTrainer: same model, same batch, one process, iteration by iteration in turn.
 
-    python benchmark/peers.py                        # makes runs/peers_venv on first use; tiny Llama
+    python benchmark/peers.py                        # tiny Llama; without TRL it makes runs/peers_venv first
     python benchmark/peers.py --real-model FOLDER    # and a pretrained model of yours
-    python benchmark/peers.py --table                # the table from benchmark/peers.csv
+    python benchmark/peers.py --tables               # the table from benchmark/peers.csv
 
 GRPO has no critic; ppo.py also trains one. Each side is a thread that waits while the other has its turn, so that other
 load on the machine hits both; times are CPU seconds of the thread. `matrix products` are the floor of both: those of
@@ -12,9 +12,9 @@ SAC against stable-baselines3 and SBX: sac_speed.py, and control.py for how long
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT, PATH = HERE.parent, HERE / "peers.csv"
 VENV = ROOT / "runs" / "peers_venv"
 PEERS = ("trl==1.16.0",)
+HAS_TRL = importlib.util.find_spec("trl") is not None
 WARM_UP = 3
 COLUMNS = ["work", "side", "round", "responses_per_second", "tokens_per_second", "peak_mb"]
 WORK = {  # iterations, epochs, responses, tokens of a response
@@ -89,7 +90,7 @@ def theirs(work, model, folder, turn):
     args = ppo.Args(model_name=model, max_response_length=tokens)
     lm, tokenizer, _ = ppo.load_lm(args)
     tokenizer.padding_side = "left"
-    train, _, _ = ppo.make_task(args, tokenizer)
+    train, _, _ = ppo.make_task(args)
     data = Dataset.from_list([{"prompt": prompt} for prompt, _ in train[: responses * iterations]])
     config = GRPOConfig(
         output_dir=f"{folder}/trl",
@@ -142,7 +143,7 @@ def floor(work, model, *_):
     _, epochs, responses, tokens = WORK[work]
     args = ppo.Args(model_name=model, max_response_length=tokens)
     lm, tokenizer, _ = ppo.load_lm(args)
-    train, _, _ = ppo.make_task(args, tokenizer)
+    train, _, _ = ppo.make_task(args)
     prompts = responses * max(
         len(tokenizer(prompt)["input_ids"]) for prompt, _ in train[:responses]
     )
@@ -199,6 +200,8 @@ def in_turn(work, model, folder):
 
 def worker(work, model, alone=None):
     """Runs in the peers' environment. The last line of its output: rates of all sides, or the memory of one."""
+    import resource
+
     import torch
 
     torch.set_num_threads(1)
@@ -226,8 +229,8 @@ def python(*command):
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    command = [VENV / "bin" / "python", *command]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | quiet)
+    command = [sys.executable if HAS_TRL else VENV / "bin" / "python", *command]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=os.environ | quiet)
     if done.returncode:
         raise SystemExit(
             f"benchmark/peers.py: {' '.join(map(str, command))} failed:\n{done.stderr[-2000:]}"
@@ -236,7 +239,7 @@ def python(*command):
 
 
 def make_venv():
-    if not (VENV / "done").exists():
+    if not HAS_TRL and not (VENV / "done").exists():
         print(f"making {VENV.relative_to(ROOT)}: {', '.join(PEERS)}", flush=True)
         venv.create(VENV, with_pip=True, clear=True)
         python("-m", "pip", "install", "-q", "-r", ROOT / "requirements.txt", *PEERS)
@@ -278,19 +281,23 @@ if __name__ == "__main__":
     parser.add_argument("--real-model", help="folder of a causal LM")
     parser.add_argument("--only", choices=list(WORK), help="one kind of work; the other rows stay")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--table", action="store_true", help="no runs")
+    parser.add_argument("--tables", action="store_true", help="no runs")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         work, *alone = options.worker
         worker(work, options.real_model, *alone)
     else:
-        if not options.table:
+        if not options.tables:
             make_venv()
             works = [work for work in WORK if options.real_model or work.startswith("tiny")]
             works = [options.only] if options.only else works
             found = (
-                [row for row in csv.reader(open(PATH)) if row[0] not in (*works, "work")]
+                [
+                    row
+                    for row in csv.reader(open(PATH, encoding="utf-8"))
+                    if row[0] not in (*works, "work")
+                ]
                 if PATH.exists()
                 else []
             )
@@ -304,6 +311,7 @@ if __name__ == "__main__":
                     for name, rates in json.loads(last).items():
                         found.append([work, name, i + 1, *(round(x, 2) for x in rates), ""])
                         print(*found[-1], flush=True)
-            with open(PATH, "w", newline="") as file:
+            with open(PATH, "w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS, *found])
-        print(tables(list(csv.DictReader(open(PATH)))))
+        if PATH.exists():
+            print(tables(list(csv.DictReader(open(PATH, encoding="utf-8")))))

@@ -5,23 +5,21 @@
     python benchmark/race.py               # that, then what race.csv lacks: all arms at their best, five seeds
     python benchmark/race.py --tables      # tables and picture from the CSVs; no training
 
-Same tiny model, warm start, prompts and held-out evaluation for all; our arms and rejection sampling as replay_study.py
-tuned them. Seconds are CPU time of sampling and updating on one thread, without warm start and evaluation.
+All arms have the same tiny model, warm start, prompts and held-out evaluation. Our arms and rejection sampling have the
+settings that replay_study.py found. Seconds are CPU time of sampling and updating on one thread, without warm start and
+evaluation.
 """
 
 import argparse
 import contextlib
-import csv
 import functools
 import io
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -33,10 +31,12 @@ import torch
 from replay_study import (
     TASKS,
     TUNING_SEEDS,
+    append,
     area,
-    best_settings,
+    best_setting,
     prepare,
     reach,
+    read_metrics,
     rejection_sampling,
     short,
 )
@@ -45,12 +45,21 @@ from replay_study import read as read_curves
 import ppo
 import ppo_v2
 
-STUDY, TUNING, SEEDS = HERE / "race.csv", HERE / "race_tuning.csv", (1, 2, 3, 4, 5)
-COLUMNS = ["task", "arm", "setting", "seed", "answers", "seconds", "accuracy"]
+STUDY, TUNING, SEEDS = HERE / "race.csv", HERE / "race_tuning.csv", (301, 302, 303, 304, 305)
+COLUMNS = [
+    "task",
+    "arm",
+    "setting",
+    "seed",
+    "responses",
+    "seconds",
+    "accuracy",
+    "explained_variance",
+]
 BUDGET = {
     "default": (5_120, 128),
     "rare": (7_680, 256),
-}  # answers of a run, answers between evaluations
+}  # responses of a run, responses between evaluations
 TRL = "TRL, GRPO"
 ARMS = {  # name here: name in replay_study.py, whose tuned setting it has
     "ppo.py": "plain PPO",
@@ -85,8 +94,13 @@ SEARCH = [  # from the centre, in this order; the best so far is kept
 
 def settings_of_ours():
     """(task, arm) -> the best of replay_tuning.csv, as text"""
-    best = best_settings(read_curves(HERE / "replay_tuning.csv"))
-    return {(task, arm): best[task, kin] for task in BUDGET for arm, kin in ARMS.items() if kin}
+    tuning = read_curves(HERE / "replay_tuning.csv")
+    best = {}
+    for task in BUDGET:
+        for arm, name in ARMS.items():
+            if name:
+                best[task, arm] = best_setting(tuning, task, name)
+    return best
 
 
 # --- runs ---
@@ -94,33 +108,30 @@ def start(task, seed, **options):
     """Model, warm start, prompts and evaluation, as our scripts have them  -> args, policy, stream, scorer, ..."""
     args = ppo.Args(**TASKS[task][0], **options, seed=seed, device="cpu")
     torch.manual_seed(seed)
+    train, held_out, scorer = ppo.make_task(args)
     lm, tokenizer, eos_ids = ppo.load_lm(args)
-    train, held_out, scorer = ppo.make_task(args, tokenizer)
-    ppo.warm_start(lm, train, tokenizer, args)
     policy = ppo.PolicyWithValue(lm, eos_ids, args.temperature)
-    stream = random.Random(f"{seed}/0").sample(train, len(train))
-    return (
-        args,
-        policy,
-        stream,
-        tokenizer,
-        scorer,
-        functools.partial(ppo.evaluate, policy, held_out, tokenizer, scorer),
-    )
+    ppo.warm_start(lm, train, tokenizer, args)
+    stream = ppo.shuffled_passes(train, len(train), seed)
+
+    def evaluate():
+        metrics, _ = ppo.evaluate(policy, held_out, tokenizer, scorer, args)
+        return metrics["eval/score"]
+
+    return args, policy, stream, tokenizer, scorer, evaluate
 
 
-def run_script(module, task, seed, answers, every, batch_size=128, **options):
-    """`ppo.py` or `ppo_v2.py` as they are -> [(answers, CPU seconds, accuracy), ...]"""
+def run_script(module, task, seed, responses, every, batch_size=128, **options):
+    """`ppo.py` or `ppo_v2.py` as they are -> [(responses, CPU seconds, accuracy), ...]"""
     options |= dict(
         batch_size=batch_size,
-        num_iterations=answers // batch_size,
+        num_iterations=responses // batch_size,
         eval_every=max(1, every // batch_size),
     )
     options |= TASKS[task][0] | dict(seed=seed, device="cpu")
-    options |= dict(save_every=10**6) if module is ppo_v2 else {}
     with tempfile.TemporaryDirectory() as folder:
         module.main(module.Args(**options, run_dir=f"{folder}/run"))
-        rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+        rows = read_metrics(f"{folder}/run")
     curve, seconds = [], 0.0
     for row in rows:
         seconds += row.get("time/rollout", 0) + row.get("time/update", 0)
@@ -129,8 +140,8 @@ def run_script(module, task, seed, answers, every, batch_size=128, **options):
     return curve
 
 
-def run_rejection_sampling(task, seed, answers, every, steps, batch_size=128, **options):
-    loop = dict(num_iterations=answers // batch_size, eval_every=max(1, every // batch_size))
+def run_rejection_sampling(task, seed, responses, every, steps, batch_size=128, **options):
+    loop = dict(num_iterations=responses // batch_size, eval_every=max(1, every // batch_size))
     args, policy, stream, tokenizer, scorer, evaluate = start(
         task, seed, batch_size=batch_size, **loop, **options
     )
@@ -140,15 +151,13 @@ def run_rejection_sampling(task, seed, answers, every, steps, batch_size=128, **
             policy, pairs, tokenizer, scorer, args, torch.rand(len(pairs), args.max_response_length)
         )
 
-    return rejection_sampling(
-        args, policy, stream, functools.partial(evaluate, args), rollout, steps
-    )
+    return rejection_sampling(args, policy, stream, evaluate, rollout, steps)
 
 
 def run_trl(
     task,
     seed,
-    answers,
+    responses,
     every,
     batch_size,
     steps_per_generation,
@@ -164,14 +173,14 @@ def run_trl(
     args, policy, stream, tokenizer, scorer, evaluate = start(task, seed)
     tokenizer.padding_side = "left"
     data = Dataset.from_list(
-        [dict(prompt=prompt, answer=answer) for prompt, answer in stream[:answers]]
+        [dict(prompt=prompt, answer=answer) for prompt, answer in stream[:responses]]
     )
-    steps = steps_per_generation * num_iterations  # optimizer steps of one batch of answers
+    steps = steps_per_generation * num_iterations  # optimizer steps of one batch of responses
     curve, spent = [], [0.0, 0.0]  # CPU seconds so far, clock at the start of a step
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *rest, **kwargs):
-            curve.append((0, 0.0, evaluate(args)))
+            curve.append((0, 0.0, evaluate()))
 
         def on_step_begin(self, *rest, **kwargs):
             spent[1] = time.process_time()
@@ -181,7 +190,7 @@ def run_trl(
             done = state.global_step * batch_size // steps
             if state.global_step % steps == 0 and done % every == 0:
                 policy.eval()
-                curve.append((done, spent[0], evaluate(args)))
+                curve.append((done, spent[0], evaluate()))
                 policy.train()
 
     def reward(prompts, completions, completion_ids, answer, **_):
@@ -201,7 +210,7 @@ def run_trl(
             per_device_train_batch_size=batch_size // steps_per_generation,
             steps_per_generation=steps_per_generation,
             num_iterations=num_iterations,
-            max_steps=answers // batch_size * steps,
+            max_steps=responses // batch_size * steps,
             max_completion_length=args.max_response_length,
             loss_type=loss_type,
             epsilon_high=5.0 if loss_type == "cispo" else None,  # what its documentation recommends
@@ -225,9 +234,9 @@ def run_trl(
     return curve
 
 
-def run(task, arm, setting, seed, answers=None, every=None):
+def run(task, arm, setting, seed, responses=None, every=None):
     torch.set_num_threads(1)
-    budget = answers or BUDGET[task][0], every or BUDGET[task][1]
+    budget = responses or BUDGET[task][0], every or BUDGET[task][1]
     runs = {
         "ppo.py": functools.partial(run_script, ppo),
         "rejection sampling": run_rejection_sampling,
@@ -236,13 +245,9 @@ def run(task, arm, setting, seed, answers=None, every=None):
     runs["ppo_v2.py, replay"] = functools.partial(run_script, ppo_v2, use_replay_buffer=True)
     options = (CENTRE if arm == TRL else {}) | json.loads(setting)
     undo = [prepare(module, task) for module in (ppo, ppo_v2)]
-    ppo.time = ppo_v2.time = types.SimpleNamespace(
-        time=time.process_time
-    )  # other load must not count
-    ppo_v2.catch_signals = list  # a signal ends the study, not one run of it
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return runs[arm](task=task, seed=seed, answers=budget[0], every=budget[1], **options)
+            return runs[arm](task=task, seed=seed, responses=budget[0], every=budget[1], **options)
     finally:
         for restore in undo:
             restore()
@@ -250,13 +255,8 @@ def run(task, arm, setting, seed, answers=None, every=None):
 
 def record(path, task, arm, setting, seed, **options):
     curve = run(task, arm, setting, seed, **options)
-    new = not path.exists()
-    with open(path, "a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([COLUMNS] if new else [])
-        writer.writerows(
-            [task, arm, setting, seed, x, round(y, 4), round(z, 4)] for x, y, z in curve
-        )
+    rows = [[task, arm, setting, seed, x, round(y, 4), round(z, 4), ""] for x, y, z in curve]
+    append(path, rows, COLUMNS)
     print(
         f"{task}, {arm}, {setting}, seed {seed}: {area(curve):.3f}, {curve[-1][2]:.3f}, {curve[-1][1]:.1f} s",
         flush=True,
@@ -284,7 +284,7 @@ def search(task, tuning, measure=None):
     for name, values in SEARCH:
         best = max(
             [best, *(best | {name: value} for value in values)], key=score
-        )  # if level, what it was
+        )  # of equals, what it was
     return tried, json.dumps({k: v for k, v in best.items() if v != CENTRE[k]})
 
 
@@ -304,8 +304,8 @@ def middle(curves, threshold, column):
 
 
 def table(task, curves):
-    head = f"{task} | end, seeds 1–5 | answers to .5 | to .9 | CPU s to .5 | to .9 | got to .9"
-    lines = [f"| {head} | TRL's cost of .5: answers, CPU s | of .9 |", "|---" * 9 + "|"]
+    head = f"{task} | accuracy at the end, by seed | responses to .5 | to .9 | CPU s to .5 | to .9 | reached .9"
+    lines = [f"| {head} | TRL's cost of .5: responses, CPU s | of .9 |", "|---" * 9 + "|"]
     theirs = of(curves, task, TRL)
     ends = [statistics.median(curve[-1][column] for curve in theirs) for column in (0, 1)]
     for arm in ARMS:
@@ -354,10 +354,10 @@ TITLES = {"default": "1 in 10 right at the start", "rare": "1 in 100 right at th
 
 
 def draw(curves, path):
-    """Mean over the seeds and their range, each line named where it ends."""
+    """Mean over the seeds, and their range."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7), layout="constrained", facecolor="white")
     panels = [(task, column) for column in (0, 1) for task in BUDGET]
     for axis, (task, column) in zip(figure.subplots(2, 2).flat, panels, strict=True):
         for arm, colour in COLOURS.items():
@@ -369,8 +369,8 @@ def draw(curves, path):
                 y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
                 axis.plot(x, list(map(statistics.mean, y)), color=colour, label=arm)
                 axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.12)
-        axis.set(title=TITLES[task], ylim=(0, 1.03), ylabel="accuracy, greedy, held-out")
-        axis.set_xlabel("CPU seconds of sampling and updating" if column else "answers generated")
+        axis.set(title=TITLES[task], ylim=(0, 1.03), ylabel="accuracy on held-out prompts")
+        axis.set_xlabel("CPU seconds of sampling and updating" if column else "responses generated")
         axis.grid(alpha=0.3)
         axis.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=90)
@@ -383,11 +383,12 @@ def main():
     parser.add_argument("--tune", action="store_true", help="TRL on the tuning seeds")
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--tasks", nargs="*", default=list(BUDGET), choices=list(BUDGET))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     options = parser.parse_args()
     tuning, done, best = read(TUNING), read(STUDY), settings_of_ours()
 
     def measure(*job):
-        record(TUNING, *job, answers=5_120, every=256)  # as ours were tuned
+        record(TUNING, *job, responses=5_120, every=256)  # as ours were tuned
         tuning.update(read(TUNING))
 
     for task in options.tasks if not options.tables else ():
@@ -397,18 +398,21 @@ def main():
         (task, arm, best.get((task, arm)), seed)
         for task in options.tasks
         for seed in SEEDS
-        for arm in ARMS
+        for arm in options.arms
     ]
     jobs = [] if options.tables or options.tune else [job for job in jobs if job not in done]
-    for arm in ARMS if jobs else ():  # what a library does once in a process is nobody's cost
-        run("default", arm, best.get(("default", arm), "{}"), 0, answers=512)
+    for arm in (
+        options.arms if jobs else ()
+    ):  # what a library does once in a process is nobody's cost
+        run("default", arm, best.get(("default", arm), "{}"), 0, responses=512)
     for job in jobs:
         record(STUDY, *job)
     curves, tuning = read(STUDY), read(TUNING)
     for task in [task for task in BUDGET if of(curves, task, TRL)]:
         print(f"\n{task}: {TASKS[task][2]}\n\n{table(task, curves)}")
     print(f"\nmean accuracy over the run, tuning seeds\n\n{grid_table(tuning)}")
-    draw(curves, HERE.parent / "docs" / "race.png")
+    if curves:
+        draw(curves, HERE.parent / "docs" / "race.png")
 
 
 if __name__ == "__main__":

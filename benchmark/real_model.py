@@ -1,19 +1,19 @@
 """A pretrained model on sums that it mostly gets wrong: plain PPO, replay, imitation; whitened or not; and stale.
 
-    python benchmark/real_model.py FOLDER --tune    # five settings an arm on seed 101
-    python benchmark/real_model.py FOLDER           # what real_model.csv lacks; SmolLM2-135M-Instruct: 2 CPU hours
+    python benchmark/real_model.py FOLDER --tune    # five settings per arm on seed 101, lambda .95
+    python benchmark/real_model.py FOLDER           # what real_model.csv lacks; SmolLM2-135M-Instruct: 3 CPU hours
+    python benchmark/real_model.py FOLDER --arms "plain PPO" --gae-lambda 1    # these runs only
     python benchmark/real_model.py --tables         # the tables of the pages, from the CSV
 
-The prompt is "7 + 12 =" without a chat template, the reward 1 if the answer begins with the right number. 900 sums of
-1 to 30, of which 90 are held out; equal answers for every arm. Three arms are tuned, by the mean accuracy over the run;
-the others have a rate of 5e-5.
+The prompt is "7 + 12 =" without a chat template. The reward is 1 if the response begins with the right number. There
+are 900 sums of 1 to 30, of which 90 are held out, and every arm generates 768 responses. Three arms are tuned, by the
+mean accuracy over the run, at lambda .95. The others have a learning rate of 5e-5.
 """
 
 import argparse
 import csv
 import json
 import os
-import random
 import re
 import statistics
 import subprocess
@@ -26,8 +26,9 @@ PATH = HERE / "real_model.csv"
 COLUMNS = [
     "arm",
     "setting",
+    "gae_lambda",
     "seed",
-    "answers",
+    "responses",
     "accuracy",
     "sampled",
     "kl_behaviour",
@@ -36,7 +37,9 @@ COLUMNS = [
 FLAGS = "--max-prompt-length 32 --max-response-length 4 --batch-size 32 --update-epochs 1 --num-iterations 24"
 FLAGS += " --learning-rate 5e-5 --lr-scheduler-type constant --eval-size 90 --eval-every 4 --save-every 1000"
 REPLAY = "--use-replay-buffer --replay-sample-size 16"
-IMITATION, TUNING_SEED = "rejection sampling", 101
+IMITATION = "rejection sampling"
+TUNING_SEED = 101
+LAMBDAS = {"plain PPO": ("1", "0.95")}  # the other arms: 0.95
 ARMS = {  # name: flags, seeds
     "plain PPO": ("", (1, 2, 3, 4, 5)),
     "replay": (REPLAY, (1, 2, 3, 4, 5)),
@@ -69,9 +72,8 @@ def first_number(prompts, responses, answers):
 
 def write_sums(path):
     pairs = [(a, b) for a in range(1, 31) for b in range(1, 31)]
-    path.write_text(
-        "".join(json.dumps({"prompt": f"{a} + {b} =", "answer": a + b}) + "\n" for a, b in pairs)
-    )
+    lines = [json.dumps({"prompt": f"{a} + {b} =", "answer": a + b}) + "\n" for a, b in pairs]
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def imitate(model, setting, seed, folder):
@@ -86,10 +88,10 @@ def imitate(model, setting, seed, folder):
     torch.set_num_threads(1)
     flags = FLAGS.replace("--update-epochs 1", "--update-epochs 2").split() + setting.split()
     args = tyro.cli(ppo_v2.Args, args=[*flags, *model_flags(model, seed, folder)])
+    train, held_out, _ = ppo_v2.make_task(args)
     lm, tokenizer, eos_ids = ppo_v2.load_lm(args)
-    train, held_out, _ = ppo_v2.make_task(args, tokenizer)
     policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
-    stream = random.Random(f"{seed}/0").sample(train, len(train))
+    stream = ppo_v2.shuffled_passes(train, args.num_iterations * args.batch_size, seed)
     scores = []
 
     def rollout(pairs):
@@ -99,14 +101,16 @@ def imitate(model, setting, seed, folder):
         return rows
 
     def evaluate():
-        return ppo_v2.evaluate(policy, held_out, tokenizer, first_number, args)
+        metrics, _ = ppo_v2.evaluate(policy, held_out, tokenizer, first_number, args)
+        return metrics["eval/score"]
 
     curve = rejection_sampling(args, policy, stream, evaluate, rollout, args.update_epochs, size=32)
     lines = [
         {"global_step": args.batch_size * i, "charts/score": score}
         for i, score in enumerate(scores, 1)
     ]
-    lines += [{"global_step": answers, "eval/score": accuracy} for answers, _, accuracy in curve]
+    for responses, _, accuracy in curve:
+        lines.append({"global_step": responses, "eval/score": accuracy})
     return sorted(lines, key=lambda line: (line["global_step"], len(line), "eval/score" in line))
 
 
@@ -133,7 +137,7 @@ def model_flags(model, seed, folder):
     ]
 
 
-def run(model, arm, setting, seed):
+def run(model, arm, setting, gae_lambda, seed):
     """One run in a process of its own -> rows for the CSV, one per evaluation"""
     with tempfile.TemporaryDirectory() as folder:
         write_sums(Path(folder) / "sums.jsonl")
@@ -142,18 +146,21 @@ def run(model, arm, setting, seed):
             *FLAGS.split(),
             *ARMS[arm][0].split(),
             *setting.split(),
+            "--gae-lambda",
+            gae_lambda,
         ]
         command += model_flags(model, seed, folder)
         if arm == IMITATION:
             command = [__file__, model, "--imitate", setting, str(seed), folder]
         before = os.times()
         done = subprocess.run(
-            [sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True
+            [sys.executable, *command], check=True, stdout=subprocess.PIPE, encoding="utf-8"
         )
         after = os.times()
-        lines = (
-            done.stdout.splitlines() if arm == IMITATION else open(f"{folder}/run/metrics.jsonl")
-        )
+        lines = done.stdout.splitlines()
+        if arm != IMITATION:
+            metrics = Path(folder) / "run" / "metrics.jsonl"
+            lines = metrics.read_text(encoding="utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.startswith("{")]
     seconds = sum(after[2:4]) - sum(before[2:4])  # of the child: user and system
     found, sampled, drift = [], [], []
@@ -170,6 +177,7 @@ def run(model, arm, setting, seed):
                 [
                     arm,
                     setting,
+                    gae_lambda,
                     seed,
                     row["global_step"],
                     round(row["eval/score"], 4),
@@ -182,10 +190,13 @@ def run(model, arm, setting, seed):
 
 
 def read():
-    """{(arm, setting, seed): rows}"""
+    """{(arm, setting, gae_lambda, seed): rows}"""
     found = {}
-    for row in csv.DictReader(open(PATH)) if PATH.exists() else ():
-        found.setdefault((row["arm"], row["setting"], int(row["seed"])), []).append(row)
+    if not PATH.exists():
+        return found
+    for row in csv.DictReader(open(PATH, encoding="utf-8")):
+        key = row["arm"], row["setting"], row["gae_lambda"], int(row["seed"])
+        found.setdefault(key, []).append(row)
     return found
 
 
@@ -195,7 +206,9 @@ def over_run(rows):
 
 def best(done, arm):
     """The setting that was best on the tuning seed; the first where nothing was tuned"""
-    tuned = {setting: done.get((arm, setting, TUNING_SEED)) for setting in GRID.get(arm, [""])}
+    tuned = {}
+    for setting in GRID.get(arm, [""]):
+        tuned[setting] = done.get((arm, setting, "0.95", TUNING_SEED))
     return max(tuned, key=lambda setting: over_run(tuned[setting])) if all(tuned.values()) else ""
 
 
@@ -206,7 +219,7 @@ def grid_table(done):
         "|---" * 6 + "|",
     ]
     for arm, settings in GRID.items():
-        runs = {setting: done.get((arm, setting, TUNING_SEED)) for setting in settings}
+        runs = {setting: done.get((arm, setting, "0.95", TUNING_SEED)) for setting in settings}
         cells = [f"{over_run(rows):.3f}" if rows else "" for rows in runs.values()]
         chosen = settings.index(best(done, arm))
         cells[chosen] = f"**{cells[chosen]}**"
@@ -220,8 +233,9 @@ def table(done, arms, tuned=True):
         "| | start | end, by seed | mean | mean over the run | sampled, last sixth | KL(μ, π), median | CPU s |"
     ]
     lines.append("|---" * 8 + "|")
-    for arm in arms:
-        key = (arm, best(done, arm) if tuned else "")
+    pairs = [(arm, gae_lambda) for arm in arms for gae_lambda in LAMBDAS.get(arm, ("0.95",))]
+    for arm, gae_lambda in pairs:
+        key = (arm, best(done, arm) if tuned else "", gae_lambda)
         runs = [
             rows
             for (*name, seed), rows in sorted(done.items())
@@ -242,7 +256,8 @@ def table(done, arms, tuned=True):
             ]
             cells += [f"{statistics.mean(over):.2f}", f"{sampled:.2f}"]
             cells += [f"{statistics.median(drift):.2f}" if drift else "–", f"{seconds:.0f}"]
-            lines.append(f"| {arm}{f' `{key[1]}`' if key[1] else ''} | " + " | ".join(cells) + " |")
+            flags = key[1] if arm == IMITATION else f"{key[1]} --gae-lambda {gae_lambda}".strip()
+            lines.append(f"| {arm}{f' `{flags}`' if flags else ''} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -255,6 +270,7 @@ if __name__ == "__main__":
         "--tune", action="store_true", help="the settings of GRID on the tuning seed"
     )
     parser.add_argument("--arms", nargs="*", default=list(ARMS), help="these only")
+    parser.add_argument("--gae-lambda", choices=["1", "0.95"], help="runs with this lambda only")
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--imitate", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -265,19 +281,22 @@ if __name__ == "__main__":
         sys.exit(
             print(*map(json.dumps, imitate(options.model, setting, int(seed), folder)), sep="\n")
         )
-    jobs = [(arm, best(read(), arm), seed) for arm in options.arms for seed in ARMS[arm][1]]
-    jobs.sort(
-        key=lambda job: (list(ARMS).index(job[0]) // 3, job[2])
-    )  # a seed of three arms, then the next
+    jobs = []
+    for arm in options.arms:
+        for gae_lambda in LAMBDAS.get(arm, ("0.95",)):
+            jobs += [(arm, best(read(), arm), gae_lambda, seed) for seed in ARMS[arm][1]]
     if options.tune:
-        jobs = [
-            (arm, setting, TUNING_SEED) for arm in options.arms for setting in GRID.get(arm, ())
-        ]
+        jobs = []
+        for arm in options.arms:
+            jobs += [(arm, setting, "0.95", TUNING_SEED) for setting in GRID.get(arm, ())]
+    if options.gae_lambda:
+        jobs = [job for job in jobs if job[2] == options.gae_lambda]
     for job in [] if options.tables else jobs:
         if job not in read():
-            rows, new = run(options.model, *job), not PATH.exists()
-            with open(PATH, "a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([COLUMNS] * new + rows)
+            rows = run(options.model, *job)
+            is_new = not PATH.exists()
+            with open(PATH, "a", newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS] * is_new + rows)
             print(*rows[-1], flush=True)
     done, stale = read(), [arm for arm in ARMS if arm.startswith("lag")]
     print(f"\n{table(done, GRID)}\n\n{grid_table(done)}\n\nat 5e-5\n")
