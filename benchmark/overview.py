@@ -40,11 +40,15 @@ PANELS = [  # csv, rows to take, columns of arm, x and y, {arm: (label, color)},
 ]  # fmt: skip
 
 
+SETTINGS = {"HET": dict(learning_rate="0.001", epochs="2")}  # of arms that were run with several
+
+
 def curves(name, where, arm_column, x, y):
     """{arm: {seed: [(x, y), ...]}}"""
     found = defaultdict(lambda: defaultdict(list))
     for row in csv.DictReader(open(HERE / name, encoding="utf-8")):
-        if all(row[key] == value for key, value in where.items()) and row[y]:
+        wanted = where | SETTINGS.get(row[arm_column], {})
+        if all(row[key] == value for key, value in wanted.items()) and row[y]:
             found[row[arm_column]][row["seed"]].append((float(row[x]), float(row[y])))
     return found
 
