@@ -181,19 +181,23 @@ class Args:
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive")
         self.method = self.method or ("het" if self.enable else "baseline")
-        self.fill_in_method()
+        self.check_method()
         for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
+            if not 0 <= self.setting(name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
         if self.method != "baseline" and not self.enable:
             raise ValueError(f"--method {self.method} contradicts --no-enable")
         if self.experience_pool and not self.uses_pool:
-            raise ValueError("--method baseline does not read --experience-pool")
+            raise ValueError("no episode gets advice, so nothing reads --experience-pool")
         if self.experience_pool and not Path(self.experience_pool).is_file():
             raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
         imitates = self.method == "sft" or self.imitate_iterations > 0
         if imitates and self.use_experience_replay:
             raise ValueError("imitation cannot be combined with --use-experience-replay")
+        if self.retire_solved and not self.use_experience_replay:
+            raise ValueError("--retire-solved needs --use-experience-replay")
+        if self.group_size == 1 and self.method != "sft":
+            raise ValueError("an episode is judged against others: 2 is the least --group-size")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
         for name in ("env", "summarizer", "retriever"):
@@ -209,7 +213,7 @@ class Args:
         if self.chat_template and not self.model_name:
             raise ValueError("--chat-template needs --model-name: the tiny model has no template")
         if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-tasks x --group-size must divide into --num-minibatches")
+            raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -218,26 +222,33 @@ class Args:
             raise ValueError("a minibatch has fewer episodes than micro-batches x ranks")
         if self.fsdp and num_ranks == 1:
             raise ValueError("--fsdp needs torchrun with two processes or more")
+        if self.fsdp and self.eval_size < num_ranks:
+            raise ValueError("--fsdp: every rank needs a held-out task, raise --eval-size")
 
-    def fill_in_method(self):
-        """Set the options of the method that were not given. A contradiction is an error."""
+    def setting(self, name: str):
+        """The value of an option that was given, or else the method's. args.json has the former."""
+        given = getattr(self, name)
+        if given is not None:
+            return given
+        if name == "val_rollout_expmode":
+            return "woexp" if self.method == "baseline" else "mixed"
+        return METHODS[self.method][name]
+
+    def check_method(self):
+        """An option that contradicts the method is an error. `sft` allows all of them."""
         preset = METHODS[self.method]
-        for name, value in preset.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.val_rollout_expmode is None:
-            self.val_rollout_expmode = "woexp" if self.method == "baseline" else "mixed"
-        plays_with_advice = self.train_rollout_expmode != "woexp"
-        other_mode = self.train_sample_expmode != preset["train_sample_expmode"]
-        other_ratio = self.train_sample_keepratio != preset["train_sample_keepratio"]
+        plays_with_advice = self.setting("train_rollout_expmode") != "woexp"
         contradictions = {
-            "--train-rollout-expmode": plays_with_advice == (self.method == "baseline"),
-            "--train-sample-expmode": other_mode,
-            "--train-sample-keepratio": other_ratio and self.method != "het",
+            "train_rollout_expmode": plays_with_advice == (self.method == "baseline"),
+            "train_sample_expmode": self.setting("train_sample_expmode")
+            != preset["train_sample_expmode"],
+            "train_sample_keepratio": self.method != "het"
+            and self.setting("train_sample_keepratio") != preset["train_sample_keepratio"],
         }
-        for option, is_contradiction in contradictions.items():
+        for name, is_contradiction in contradictions.items():
             if is_contradiction and self.method != "sft":
-                raise ValueError(f"--method {self.method} contradicts {option}")
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"the method is {self.method}, which contradicts {option}")
 
     @property
     def batch_size(self) -> int:
@@ -245,7 +256,7 @@ class Args:
 
     @property
     def uses_pool(self) -> bool:
-        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
+        modes = {self.setting("val_rollout_expmode"), self.setting("train_rollout_expmode")}
         return modes != {"woexp"} or self.imitate_iterations > 0
 
 
@@ -371,14 +382,16 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """The episodes of each task's group that are to be played; replayed members take a place."""
-    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
+    sample_mode = args.setting("train_sample_expmode")
+    rollout_mode = args.setting("train_rollout_expmode")
+    keeps = draw(len(tasks), sample_mode, args.setting("train_sample_keepratio"), rng)
     for t in replayed:
         if t.advice:  # recorded log-probs belong to the prompt of then, so the group keeps to it
             keeps[t.data_id] = t.keep
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
+        guided = draw(num_fresh, rollout_mode, args.rollout_expratio, rng)
         for i in range(num_fresh):
             t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
             planned.append(t)
@@ -848,11 +861,14 @@ class ExperienceMixCollateFn:
 
     def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
-        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        max_replayed = 0
+        if self.args.use_experience_replay:  # a resumed run may have turned it off
+            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
         experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
         others = [task for task in self.queue(iteration) if task not in experience_tasks]
-        active = [task for task in others if task not in self.manager.skip_uid_set]
+        retired = self.manager.skip_uid_set if self.args.retire_solved else set()
+        active = [task for task in others if task not in retired]
         if len(active) < num_others:  # too few are left: retired tasks are played again
             active = others
         return experience_tasks, active[:num_others]
@@ -878,15 +894,16 @@ def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
 
 # --- imitation: --method sft ---
 def options_of_phase(args, iteration: int):
-    """--imitate-iterations: the first iterations have the options of --method sft."""
+    """--imitate-iterations: the first iterations are --method sft, with the options that were given."""
     if iteration > args.imitate_iterations:
         return args
-    return replace(args, method="sft", enable=True, imitate_iterations=0, **METHODS["sft"])
+    return replace(args, method="sft", enable=True, imitate_iterations=0)
 
 
 def draw_successes(manager, args, rng) -> list[Trajectory]:
     """A batch of successes so far, with replacement; keep or strip is drawn for each."""
-    keeps = draw(args.batch_size, args.train_sample_expmode, args.train_sample_keepratio, rng)
+    sample_mode = args.setting("train_sample_expmode")
+    keeps = draw(args.batch_size, sample_mode, args.setting("train_sample_keepratio"), rng)
     stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
     if not stored:
         return []
@@ -927,14 +944,14 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
         logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
     )
     pg_loss = torch.where(is_off == 1, off_loss, on_loss)
-    if args.method == "sft":  # cross-entropy; the advantage of a success is 1
+    clipped = dict(clipfrac_on=on_clipped * (1 - is_off), clipfrac_off=off_clipped * is_off)
+    if args.method == "sft":  # cross-entropy, without a clip; the advantage of a success is 1
         pg_loss = -advantages * logprobs
-    per_token = dict(
+        clipped = {}
+    per_token = clipped | dict(
         policy_loss=pg_loss,
         on_policy_loss=pg_loss * (1 - is_off),
         off_policy_loss=pg_loss * is_off,
-        clipfrac_on=on_clipped * (1 - is_off),
-        clipfrac_off=off_clipped * is_off,
         entropy=entropy,
         approx_kl=k3_kl(old_logprobs, logprobs.detach()),
     )
@@ -993,7 +1010,8 @@ def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 def validate(player: Player, held_out: list[int], iteration: int):
     """Greedy episodes with and without advice. Changes nothing.  -> metrics, episodes"""
     args = player.args
-    guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, random.Random(0))
+    mode = args.setting("val_rollout_expmode")
+    guided = draw(len(held_out), mode, args.rollout_expratio, random.Random(0))
     planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     played = player.play(planned, iteration)
     unguided = [t for t in played if not t.guided]
@@ -1006,8 +1024,11 @@ def validate(player: Player, held_out: list[int], iteration: int):
     return metrics, played
 
 
-def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory]) -> dict:
-    """Means over the episodes of a batch. A kind of episode that it does not have gets no number."""
+def rollout_metrics(fresh, replayed, samples) -> dict:
+    """Means over lists of trajectories: new episodes, replayed ones, and all samples of the batch.
+
+    The mean over an empty list is left out.
+    """
     values = defaultdict(list)
     groups = defaultdict(list)
     for t in fresh:
@@ -1015,10 +1036,13 @@ def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory]) -> dict
         values["charts/success_rate"].append(t.success)
         values["charts/episodic_return"].append(t.reward)
         values["charts/episodic_length"].append(len(t.turns))
-        values["success/guided" if t.advice else "success/unguided"].append(t.success)
+        if t.advice:
+            values["success/guided"].append(t.success)
+        if not t.guided:  # guided without advice counts for neither, as in evaluations
+            values["success/unguided"].append(t.success)
         if t.guided:
             values["exp/retrieval_empty_frac"].append(not t.advice)
-    for t in fresh + replayed:
+    for t in samples:
         values["exp/off_frac"].append(get_extra(t)["off_policy"])
     for group in groups.values():
         values["groups/all_fail"].append(not any(group))
@@ -1143,12 +1167,13 @@ def main(args: Args) -> dict[str, float]:
         if phase.method == "sft":
             advantages = batch["successes"]
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
-        if phase.train_sample_expmode != "keep":
+        if phase.setting("train_sample_expmode") != "keep":
             weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
         # 6. update
         losses = grpo_update(policy, optimizer, batch, phase)
+        update_time = time.time() - start_time - rollout_time
 
         # 7. notes about the new episodes
         if args.uses_pool and args.updated_freq and iteration % args.updated_freq == 0:
@@ -1160,11 +1185,12 @@ def main(args: Args) -> dict[str, float]:
             "exp/pool_size": len(pool.records),
             "exp/failed_calls": pool.num_failed_calls,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": len(fresh) / (time.time() - start_time),
+            "charts/SPS": len(fresh) / (time.time() - start_time),  # episodes per second
             "time/rollout": rollout_time,
-            "time/update": time.time() - start_time - rollout_time,
+            "time/update": update_time,
+            "time/notes": time.time() - start_time - rollout_time - update_time,
         }
-        metrics |= rollout_metrics(fresh, replayed) | mismatch | losses
+        metrics |= rollout_metrics(fresh, replayed, trajectories) | mismatch | losses
         if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
         is_last = iteration == args.num_iterations
@@ -1295,9 +1321,13 @@ class TextEnv:
         self.success_reward = args.success_reward
         self.numbers = []
         space = getattr(self.env, "action_space", None)
-        if hasattr(space, "n"):
+        if isinstance(space, gym.spaces.Discrete):
             self.numbers = range(space.start, space.start + space.n)
         self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
+        if isinstance(space, gym.Space) and not (
+            self.actions or isinstance(space, gym.spaces.Text)
+        ):
+            sys.exit(f"--env {name}: actions of {space} have no words; Discrete and Text have")
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
@@ -1314,7 +1344,8 @@ class TextEnv:
         if self.actions:
             found = []
             for number, name in enumerate(self.actions):
-                for match in re.finditer(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
+                pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
+                for match in re.finditer(pattern, text, re.IGNORECASE):
                     found.append((match.end(), len(name), number))
             if not found:
                 return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
@@ -1322,8 +1353,8 @@ class TextEnv:
             action = (self.numbers or self.actions)[number]
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.earned += float(reward)
-        success = terminated and self.earned >= self.success_reward
-        info = dict(success=bool(success)) | info
+        success = info.get("success", terminated and self.earned >= self.success_reward)
+        info = info | dict(success=bool(success))  # it may be a NumPy value, which JSON refuses
         return str(observation), float(reward), bool(terminated), bool(truncated), info
 
 
@@ -1434,12 +1465,12 @@ class Dialogue:
         """What follows a turn: its end if it has none, the observation, the next turn's start."""
         text = f"\n{observation}"
         if self.chat_template:  # what the template puts behind an answer
-            dialogue = [("user", "question"), ("assistant", "@@"), ("user", observation)]
-            _, _, text = self.render(dialogue).partition("@@")
+            answer = "@@" * (1 + len(self.system_prompt))  # too long to be in the system prompt
+            dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
+            _, _, text = self.render(dialogue).partition(answer)
         ids = self.encode(text)
-        if turn_ids[-1] in self.eos_ids and ids[0] in self.eos_ids:
-            return ids[1:]
-        return ids
+        has_two_ends = turn_ids[-1] in self.eos_ids and ids and ids[0] in self.eos_ids
+        return ids[1:] if has_two_ends else ids
 
     def read(self, ids: list[int]) -> str:
         text_ids = [token for token in ids if token not in self.eos_ids]
@@ -1611,8 +1642,9 @@ class ResumeArgs:
     resume: bool = False
 
 
-FIXED_OPTIONS = """seed env num_train_tasks eval_size model_name chat_template system_prompt
-    warm_start_steps num_tasks group_size experience_template""".split()
+FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template system_prompt
+    warm_start_steps num_tasks group_size experience_template experience_pool
+    init_exp_before_training""".split()
 
 
 def is_resumable(args) -> bool:

@@ -296,7 +296,7 @@ def test_one_replayed_member_has_the_last_place(n, available):
     "size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))]
 )
 def test_the_mix(size, valid, split):
-    manager = filled({i: 4 for i in range(valid)}, num_tasks=size)
+    manager = filled({i: 4 for i in range(valid)}, num_tasks=size, retire_solved=True)
     mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
     for i in range(20):
         experience_tasks, on_policy_tasks = mix(1 + i, rng(i))
@@ -322,8 +322,9 @@ def test_the_mix(size, valid, split):
 # --- options ---
 def resolved(**options):
     args = het.Args(**options)
-    modes = (args.val_rollout_expmode, args.train_rollout_expmode, args.train_sample_expmode)
-    return (*modes, args.rollout_expratio, args.train_sample_keepratio)
+    names = ("val_rollout_expmode", "train_rollout_expmode", "train_sample_expmode")
+    modes = [args.setting(name) for name in names]
+    return (*modes, args.rollout_expratio, args.setting("train_sample_keepratio"))
 
 
 def test_presets():
@@ -348,11 +349,36 @@ def test_presets():
 def test_imitation_comes_first_and_then_the_method():
     args = het.Args(method="baseline", imitate_iterations=2)
     phases = [het.options_of_phase(args, iteration) for iteration in (1, 2, 3)]
-    assert [(p.method, p.train_rollout_expmode) for p in phases] == [
+    assert [(p.method, p.setting("train_rollout_expmode")) for p in phases] == [
         ("sft", "mixed"),
         ("sft", "mixed"),
         ("baseline", "woexp"),
     ]
+    given = het.Args(imitate_iterations=2, train_sample_keepratio=0.2)
+    assert het.options_of_phase(given, 1).setting("train_sample_keepratio") == 0.2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(train_sample_expmode="keep"), "method is het, .* --train-sample-expmode keep"),
+        (dict(group_size=1), "2 is the least --group-size"),
+        (dict(retire_solved=True), "needs --use-experience-replay"),
+        (
+            dict(
+                method="sft",
+                train_rollout_expmode="woexp",
+                val_rollout_expmode="woexp",
+                experience_pool="x",
+            ),
+            "no episode gets advice",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        het.Args(**options)
+    assert het.Args(method="sft", group_size=1).batch_size == 8, "imitation needs no group"
 
 
 # --- the games of the study ---
