@@ -858,29 +858,36 @@ class ExperienceMixCollateFn:
         self.args = args
         self.manager = manager
         self.tasks = tasks
+        self.num_passes = 0
+        self.waiting: list[int] = []  # tasks of this pass that have not been played yet, in order
 
-    def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
+    def __call__(self, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
         max_replayed = 0
         if self.args.use_experience_replay:  # a resumed run may have turned it off
             max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
         experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
-        others = [task for task in self.queue(iteration) if task not in experience_tasks]
-        retired = self.manager.skip_uid_set if self.args.retire_solved else set()
-        active = [task for task in others if task not in retired]
-        if len(active) < num_others:  # too few are left: retired tasks are played again
-            active = others
-        return experience_tasks, active[:num_others]
+        return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
-    def queue(self, iteration: int) -> list[int]:
-        """All tasks, in an order that starts where this iteration stands in its pass."""
-        num_passes, place = divmod((iteration - 1) * self.args.num_tasks, len(self.tasks))
-        order = []
-        for number in (num_passes, num_passes + 1):
-            pass_rng = random.Random(f"{self.args.seed}/pass {number}")
-            order += pass_rng.sample(self.tasks, len(self.tasks))
-        return list(dict.fromkeys(order[place:]))
+    def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
+        """Tasks from the front of the pass. Those that this iteration replays wait for the next."""
+        retired = self.manager.skip_uid_set if self.args.retire_solved else set()
+        if len(set(self.tasks) - retired - set(experience_tasks)) < count:
+            retired = set()  # too few are left: retired tasks are played again
+        chosen = []
+        while len(chosen) < count:
+            excluded = {*experience_tasks, *chosen, *retired}
+            ready = [task for task in self.waiting if task not in excluded]
+            if ready:
+                chosen.append(ready[0])
+                self.waiting.remove(ready[0])
+            else:
+                pass_rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
+                self.waiting = [task for task in self.waiting if task not in retired]
+                self.waiting += pass_rng.sample(self.tasks, len(self.tasks))
+                self.num_passes += 1
+        return chosen
 
 
 def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
@@ -1109,6 +1116,8 @@ def main(args: Args) -> dict[str, float]:
         pool.records = state["pool"]
         pool.num_failed_calls = state["num_failed_calls"]
         manager.load_state_dict(state["manager"])
+        mix.num_passes = state["num_passes"]
+        mix.waiting = state["waiting"]
         metrics = run.rows[-1]
         episodes = []
     else:
@@ -1135,7 +1144,7 @@ def main(args: Args) -> dict[str, float]:
         phase = options_of_phase(args, iteration)
 
         # 1. choose tasks; with replay some come with a recorded success
-        experience_tasks, on_policy_tasks = mix(iteration, replay_rng)
+        experience_tasks, on_policy_tasks = mix(replay_rng)
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
 
         # 2. play the other episodes of each group, some of them with advice
@@ -1216,6 +1225,8 @@ def main(args: Args) -> dict[str, float]:
             state["pool"] = pool.records
             state["num_failed_calls"] = pool.num_failed_calls
             state["manager"] = manager.state_dict()
+            state["num_passes"] = mix.num_passes
+            state["waiting"] = mix.waiting
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             print(f"stopped and saved; continue with --resume --run-dir {run.dir}")

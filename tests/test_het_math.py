@@ -299,7 +299,7 @@ def test_the_mix(size, valid, split):
     manager = filled({i: 4 for i in range(valid)}, num_tasks=size, retire_solved=True)
     mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
     for i in range(20):
-        experience_tasks, on_policy_tasks = mix(1 + i, rng(i))
+        experience_tasks, on_policy_tasks = mix(rng(i))
         assert (len(experience_tasks), len(on_policy_tasks)) == split
         assert len({*experience_tasks, *on_policy_tasks}) == size and all(
             task < valid for task in experience_tasks
@@ -310,13 +310,33 @@ def test_the_mix(size, valid, split):
             "a pass has every task once"
         )
     manager.skip_uid_set = set(range(20))
-    assert all(task >= 20 for _ in range(5) for task in mix(5, rng())[1]), (
+    assert all(task >= 20 for _ in range(5) for task in mix(rng())[1]), (
         "retired ones are passed over"
     )
     manager.skip_uid_set = set(range(40))
-    assert len(set(sum(mix(5, rng()), []))) == size, (
-        "too few left: retired ones are looked at again"
-    )
+    assert len(set(sum(mix(rng()), []))) == size, "too few left: retired ones are looked at again"
+
+
+def test_a_pass_visits_every_task_once_under_replay():
+    """Half of each batch is replayed; the other half goes through all tasks before one comes again."""
+    manager = filled({i: 4 for i in range(10)})
+    mix = het.ExperienceMixCollateFn(manager.args, manager, list(range(40)))
+    seen = []
+    for i in range(30):
+        experience_tasks, on_policy_tasks = mix(rng(i))
+        assert len(experience_tasks) == 4 and not {*experience_tasks} & {*on_policy_tasks}
+        seen += on_policy_tasks
+    assert len(seen) == 120 and set(seen[:50]) == set(range(40))
+    visits = Counter(seen) + Counter(mix.waiting)
+    assert set(visits.values()) == {mix.num_passes}, "played or waiting, once for each pass"
+
+
+def test_retired_tasks_do_not_bring_others_twice_into_a_pass():
+    manager = manager_of(retire_solved=True)
+    manager.skip_uid_set = set(range(20))
+    mix = het.ExperienceMixCollateFn(manager.args, manager, list(range(52)))
+    seen = sum((mix(rng(i))[1] for i in range(8)), [])
+    assert Counter(seen) == {task: 2 for task in range(20, 52)}
 
 
 # --- options ---
