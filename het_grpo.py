@@ -12,14 +12,14 @@ plays each task several times, and an episode is judged against the others of it
     repeat:
         choose tasks; some come with a recorded success               ExperienceMixCollateFn
         play n episodes of each task, half of them with advice        play
-        put each completion behind a prompt: a training sample        training_prompt  <- HET
-        measure the log-probs of the completion behind that prompt    compute_log_prob
+        join a prompt and each completion: a training sample          training_prompt  <- HET
+        measure the log-probs of the completion after that prompt     compute_log_prob
         advantage = (reward - mean of the group) / std of the group   group_advantages
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a note from the pool that stands before the question. Hybrid experience training
-(AgentEvolver, arXiv:2511.10395) decides which prompt a completion stands behind when it becomes a
+Advice is a note from the pool, placed before the question. Hybrid experience training
+(AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
 training sample: the prompt that was read, or the question alone. --method says which:
     baseline  no advice: GRPO
     ec        the advice stays (the policy learns to use it)
@@ -29,13 +29,20 @@ training sample: the prompt that was read, or the question alone. --method says 
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, which may have
 no success otherwise: --use-experience-replay.
 
-What differs from the GRPO paper: a higher upper clip, a dual clip, no KL penalty, and one mean over
-all tokens of a minibatch instead of a mean per response.
+What differs from the papers:
+    GRPO          a higher upper clip, a dual clip, no KL penalty, one mean over all tokens of a
+                  minibatch instead of a mean per response
+    AgentEvolver  failures lose weight where stripping made them unlikely (weaken_stripped_failures)
+    ExGRPO        a wider clip instead of a shaped ratio, log-probs of the current policy, buckets
+                  drawn evenly instead of mostly those of medium difficulty, entropy as recorded
+                  instead of the current policy's; solved tasks stay unless --retire-solved
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
-The algorithm comes first and ends with `main`; environments, models and logging stand below it.
-Functions that ppo_v1.py has, too, are equal word for word; "# v1: ..." are its markers.
+The algorithm comes first, up to `main` and its two helpers; environments, models and logging follow.
+Unusual names (convert_offpolicy_to_cmt, samples_to_dataproto, skip_uid_set, ...) are those of the
+design document, docs/design.md. Functions that are also in ppo_v1.py are exact copies; a comment
+"# v1: ..." in them is explained there.
 
     python het_grpo.py                                       # twelve locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -154,7 +161,7 @@ class Args:
     rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
     train_sample_expmode: SampleMode | None = None  # advice in training samples: keep, strip, mix
     train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
-    experience_template: str = TEMPLATE  # stands before the question; {} is the advice
+    experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
     updated_freq: int = 1  # iterations between additions to the pool (0: never)
@@ -266,8 +273,8 @@ class Args:
 #     response_mask                  (B,R)    1 on the tokens that the agent sampled
 #     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
 #     replay_mask                    (B,R)    1 on those that are replayed
-#     sampler_logprobs               (B,R)    when sampled, behind the prompt that was read
-#     logprobs                       (B,R)    before the update, behind the training prompt
+#     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
+#     logprobs                       (B,R)    before the update, after the training prompt
 #     recorded_old_log_probs         (B,R)    the same of a replayed episode, when it was recorded
 #     advantages                     (B,R)
 #     rewards, successes, group_ids  (B,)
@@ -361,16 +368,16 @@ class Trajectory:
 
 
 def training_prompt(t: Trajectory) -> list[int]:
-    """The idea of hybrid experience training: which prompt the completion stands behind.
+    """The idea of hybrid experience training: which prompt the completion follows.
 
-    With the advice the sample is on-policy, and the policy learns to use advice. Behind the question
+    With the advice the sample is on-policy, and the policy learns to use advice. After the question
     alone the same tokens are off-policy, and the policy learns to do without advice.
     """
     return t.advised_ids if t.keep else t.prompt_ids
 
 
 def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Which episodes of a group get advice, or which tasks keep it: random places."""
+    """Which episodes of a group get advice, or which tasks keep it: floor(count x ratio) of them."""
     if mode in ("woexp", "discard"):
         ratio = 0.0
     if mode in ("all", "keep"):
@@ -386,7 +393,7 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     rollout_mode = args.setting("train_rollout_expmode")
     keeps = draw(len(tasks), sample_mode, args.setting("train_sample_keepratio"), rng)
     for t in replayed:
-        if t.advice:  # recorded log-probs belong to the prompt of then, so the group keeps to it
+        if t.advice:  # its log-probs were recorded with this kind of prompt: the group uses it, too
             keeps[t.data_id] = t.keep
     planned = []
     for data_id, task in enumerate(tasks):
@@ -712,7 +719,7 @@ class ExperiencePool:
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note that was written at step t is readable from t + 1 on. Of equals the newest comes first.
+        A note that was written at step t is readable from t + 1 on. Among equal scores the newest comes first.
         """
         readable = [record for record in reversed(self.records) if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
@@ -1153,7 +1160,7 @@ def main(args: Args) -> dict[str, float]:
         fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
         state["global_step"] += len(fresh)
 
-        # 3. training samples: each completion behind its training prompt
+        # 3. training samples: a training prompt and a completion
         trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
         if phase.method == "sft":
             manager.save_trajectories_to_memory([t for t in fresh if t.success])
@@ -1251,7 +1258,7 @@ def play_first_tasks(player: Player, tasks: list[int], uniforms_shape) -> list[T
 
 
 def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """Sampler against training forward, on new samples that stand behind the prompt that was read."""
+    """Sampler against training forward, on new samples with the prompt that was read."""
     is_new = torch.tensor([[t.version == iteration] for t in trajectories])
     comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"])
     if not comparable.any():
@@ -1271,7 +1278,10 @@ NAMES = (
 
 
 class LockEnv:
-    """Press four buttons in order; a wrong one costs a turn. Locks of a family share a secret."""
+    """Press four buttons in order; a wrong one costs a turn.
+
+    Locks of a family share a secret, held-out ones included: a held-out lock is a new room only.
+    """
 
     actions = ("red", "green", "blue", "gold")
 
@@ -1346,9 +1356,9 @@ class TextEnv:
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
-        """The action that is named last counts. Text without an action costs a turn and a point.
+        """The action that is named last counts. Text without an action uses a turn; its reward is -1.
 
-        The point does not decide on success. An episode is a success if the environment says so in
+        This -1 does not affect success. An episode is a success if the environment says so in
         info["success"], or else if it ended and the environment's rewards reach --success-reward.
         """
         action = text
@@ -1473,9 +1483,9 @@ class Dialogue:
         return self.encode(text, add_special_tokens=True)
 
     def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
-        """What follows a turn: its end if it has none, the observation, the next turn's start."""
+        """What follows a turn: EOS if it was not sampled, the observation, the next turn's start."""
         text = f"\n{observation}"
-        if self.chat_template:  # what the template puts behind an answer
+        if self.chat_template:  # what the template puts after an answer
             answer = "@@" * (1 + len(self.system_prompt))  # too long to be in the system prompt
             dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
             _, _, text = self.render(dialogue).partition(answer)
@@ -1570,13 +1580,13 @@ class Run:
         self.rows = []
         self.start_time = time.time()
         self.wandb = None
-        if rank() > 0:  # v1: distributed: one process writes
+        if rank() > 0:  # one process writes
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
         config["torch"] = torch.__version__
-        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
         if args.track:
             import wandb
 
@@ -1585,14 +1595,14 @@ class Run:
                 id=self.dir.name,
                 dir=self.dir,
                 config=config,
-                resume="allow",  # v1: checkpoint
+                resume="allow",
             )
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
-        if rank() > 0:  # v1: distributed
+        if rank() > 0:
             return
         with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -1601,7 +1611,7 @@ class Run:
 
     def log_episodes(self, global_step: int, trajectories: list[Trajectory]):
         """Some episodes with advice and without, in words."""
-        if rank() > 0:  # v1: distributed
+        if rank() > 0:
             return
         with open(self.dir / "episodes.jsonl", "a", encoding="utf-8") as file:
             for t in first_of_each_kind(trajectories, 4):
@@ -1610,7 +1620,7 @@ class Run:
 
     def finish(self):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        if rank() > 0:  # v1: distributed
+        if rank() > 0:
             return
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
@@ -1646,7 +1656,6 @@ class Run:
 
 
 # --- command line ---
-# v1: checkpoint
 @dataclass
 class ResumeArgs:
     run_dir: str | None = None
@@ -1689,7 +1698,6 @@ def parse_args() -> Args:
 
 
 # --- checkpoints ---
-# v1: checkpoint
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
 
 
@@ -1771,7 +1779,6 @@ class Signals:
 
 
 # --- distributed ---
-# v1: distributed
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
