@@ -39,7 +39,7 @@ What differs from the papers:
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
-The algorithm comes first, up to `main` and its two helpers; environments, models and logging follow.
+The algorithm comes first, up to `main` and its helpers; environments, models and logging follow.
 Unusual names (convert_offpolicy_to_cmt, samples_to_dataproto, skip_uid_set, ...) are those of the
 design document, docs/design.md. Functions that are also in ppo_v1.py are exact copies; a comment
 "# v1: ..." in them is explained there.
@@ -377,7 +377,7 @@ def training_prompt(t: Trajectory) -> list[int]:
 
 
 def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Which episodes of a group get advice, or which tasks keep it: floor(count x ratio) of them."""
+    """Which episodes of a group get advice, or which tasks keep it: floor(count x ratio)."""
     if mode in ("woexp", "discard"):
         ratio = 0.0
     if mode in ("all", "keep"):
@@ -719,7 +719,8 @@ class ExperiencePool:
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note that was written at step t is readable from t + 1 on. Among equal scores the newest comes first.
+        A note that was written at step t is readable from t + 1 on. Among notes with equal scores
+        the newest comes first.
         """
         readable = [record for record in reversed(self.records) if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
@@ -908,7 +909,7 @@ def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
 
 # --- imitation: --method sft ---
 def options_of_phase(args, iteration: int):
-    """--imitate-iterations: the first iterations are --method sft, with the options that were given."""
+    """--imitate-iterations: the first iterations are --method sft. Options that were given hold."""
     if iteration > args.imitate_iterations:
         return args
     return replace(args, method="sft", enable=True, imitate_iterations=0)
@@ -1104,7 +1105,8 @@ def main(args: Args) -> dict[str, float]:
     dialogue = Dialogue(tokenizer, args, eos_ids)
     player = Player(policy, envs, pool, dialogue, args)
     pool.ask = functools.partial(ask_policy, policy, dialogue)
-    if args.model_name is None:
+    has_checkpoint = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
+    if args.model_name is None and not has_checkpoint:
         practise(policy, envs[0], dialogue, args)
     broadcast_weights(policy)
     if args.fsdp:
@@ -1118,7 +1120,7 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args)
     state = dict(iteration=0, global_step=0)
-    if args.resume and (run.dir / "checkpoint.pt").exists():
+    if has_checkpoint:
         state = load_checkpoint(run, policy, optimizer)
         pool.records = state["pool"]
         pool.num_failed_calls = state["num_failed_calls"]

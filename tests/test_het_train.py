@@ -605,8 +605,10 @@ def test_resume_can_change_the_method(tmp_path, monkeypatch, capsys):
     saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
     assert saved["method"] == "het" and saved["train_rollout_expmode"] is None
     planned = spy(monkeypatch, het, "plan_episodes")
+    practised = spy(monkeypatch, het, "practise")
     resume(monkeypatch, tmp_path / "run", "--method", "baseline", "--num-iterations", "4")
     assert not any(t.guided for _, episodes in planned for t in episodes) and len(planned) == 1
+    assert not practised, "the checkpoint has the weights"
     changed = [line for line in capsys.readouterr().out.splitlines() if "changed: " in line]
     assert changed == [
         "changed: --num-iterations 3 -> 4",
