@@ -12,14 +12,14 @@ plays each task several times, and an episode is judged against the others of it
     repeat:
         choose tasks; some come with a recorded success               ExperienceMixCollateFn
         play n episodes of each task, half of them with advice        play
-        put each completion behind a prompt: a training sample        training_prompt  <- HET
-        measure the log-probs of the completion behind that prompt    compute_log_prob
+        join a prompt and each completion: a training sample          training_prompt  <- HET
+        measure the log-probs of the completion after that prompt     compute_log_prob
         advantage = (reward - mean of the group) / std of the group   group_advantages
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a note from the pool that stands before the question. Hybrid experience training
-(AgentEvolver, arXiv:2511.10395) decides which prompt a completion stands behind when it becomes a
+Advice is a note from the pool, placed before the question. Hybrid experience training
+(AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
 training sample: the prompt that was read, or the question alone. --method says which:
     baseline  no advice: GRPO
     ec        the advice stays (the policy learns to use it)
@@ -29,13 +29,20 @@ training sample: the prompt that was read, or the question alone. --method says 
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, which may have
 no success otherwise: --use-experience-replay.
 
-What differs from the GRPO paper: a higher upper clip, a dual clip, no KL penalty, and one mean over
-all tokens of a minibatch instead of a mean per response.
+What differs from the papers:
+    GRPO          a higher upper clip, a dual clip, no KL penalty, one mean over all tokens of a
+                  minibatch instead of a mean per response
+    AgentEvolver  failures lose weight where stripping made them unlikely (weaken_stripped_failures)
+    ExGRPO        a wider clip instead of a shaped ratio, log-probs of the current policy, buckets
+                  drawn evenly instead of mostly those of medium difficulty, entropy as recorded
+                  instead of the current policy's; solved tasks stay unless --retire-solved
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
-The algorithm comes first and ends with `main`; environments, models and logging stand below it.
-Functions that ppo_v1.py has, too, are equal word for word; "# v1: ..." are its markers.
+The algorithm comes first, up to `main` and its helpers; environments, models and logging follow.
+Unusual names (convert_offpolicy_to_cmt, samples_to_dataproto, skip_uid_set, ...) are those of the
+design document, docs/design.md. Functions that are also in ppo_v1.py are exact copies; a comment
+"# v1: ..." in them is explained there.
 
     python het_grpo.py                                       # twelve locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -154,7 +161,7 @@ class Args:
     rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
     train_sample_expmode: SampleMode | None = None  # advice in training samples: keep, strip, mix
     train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
-    experience_template: str = TEMPLATE  # stands before the question; {} is the advice
+    experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
     updated_freq: int = 1  # iterations between additions to the pool (0: never)
@@ -181,19 +188,23 @@ class Args:
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive")
         self.method = self.method or ("het" if self.enable else "baseline")
-        self.fill_in_method()
+        self.check_method()
         for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
+            if not 0 <= self.setting(name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
         if self.method != "baseline" and not self.enable:
             raise ValueError(f"--method {self.method} contradicts --no-enable")
         if self.experience_pool and not self.uses_pool:
-            raise ValueError("--method baseline does not read --experience-pool")
+            raise ValueError("no episode gets advice, so nothing reads --experience-pool")
         if self.experience_pool and not Path(self.experience_pool).is_file():
             raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
         imitates = self.method == "sft" or self.imitate_iterations > 0
         if imitates and self.use_experience_replay:
             raise ValueError("imitation cannot be combined with --use-experience-replay")
+        if self.retire_solved and not self.use_experience_replay:
+            raise ValueError("--retire-solved needs --use-experience-replay")
+        if self.group_size == 1 and self.method != "sft":
+            raise ValueError("an episode is judged against others: 2 is the least --group-size")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
         for name in ("env", "summarizer", "retriever"):
@@ -209,7 +220,7 @@ class Args:
         if self.chat_template and not self.model_name:
             raise ValueError("--chat-template needs --model-name: the tiny model has no template")
         if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-tasks x --group-size must divide into --num-minibatches")
+            raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -218,26 +229,33 @@ class Args:
             raise ValueError("a minibatch has fewer episodes than micro-batches x ranks")
         if self.fsdp and num_ranks == 1:
             raise ValueError("--fsdp needs torchrun with two processes or more")
+        if self.fsdp and self.eval_size < num_ranks:
+            raise ValueError("--fsdp: every rank needs a held-out task, raise --eval-size")
 
-    def fill_in_method(self):
-        """Set the options of the method that were not given. A contradiction is an error."""
+    def setting(self, name: str):
+        """The value of an option that was given, or else the method's. args.json has the former."""
+        given = getattr(self, name)
+        if given is not None:
+            return given
+        if name == "val_rollout_expmode":
+            return "woexp" if self.method == "baseline" else "mixed"
+        return METHODS[self.method][name]
+
+    def check_method(self):
+        """An option that contradicts the method is an error. `sft` allows all of them."""
         preset = METHODS[self.method]
-        for name, value in preset.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.val_rollout_expmode is None:
-            self.val_rollout_expmode = "woexp" if self.method == "baseline" else "mixed"
-        plays_with_advice = self.train_rollout_expmode != "woexp"
-        other_mode = self.train_sample_expmode != preset["train_sample_expmode"]
-        other_ratio = self.train_sample_keepratio != preset["train_sample_keepratio"]
+        plays_with_advice = self.setting("train_rollout_expmode") != "woexp"
         contradictions = {
-            "--train-rollout-expmode": plays_with_advice == (self.method == "baseline"),
-            "--train-sample-expmode": other_mode,
-            "--train-sample-keepratio": other_ratio and self.method != "het",
+            "train_rollout_expmode": plays_with_advice == (self.method == "baseline"),
+            "train_sample_expmode": self.setting("train_sample_expmode")
+            != preset["train_sample_expmode"],
+            "train_sample_keepratio": self.method != "het"
+            and self.setting("train_sample_keepratio") != preset["train_sample_keepratio"],
         }
-        for option, is_contradiction in contradictions.items():
+        for name, is_contradiction in contradictions.items():
             if is_contradiction and self.method != "sft":
-                raise ValueError(f"--method {self.method} contradicts {option}")
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"the method is {self.method}, which contradicts {option}")
 
     @property
     def batch_size(self) -> int:
@@ -245,7 +263,7 @@ class Args:
 
     @property
     def uses_pool(self) -> bool:
-        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
+        modes = {self.setting("val_rollout_expmode"), self.setting("train_rollout_expmode")}
         return modes != {"woexp"} or self.imitate_iterations > 0
 
 
@@ -255,8 +273,8 @@ class Args:
 #     response_mask                  (B,R)    1 on the tokens that the agent sampled
 #     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
 #     replay_mask                    (B,R)    1 on those that are replayed
-#     sampler_logprobs               (B,R)    when sampled, behind the prompt that was read
-#     logprobs                       (B,R)    before the update, behind the training prompt
+#     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
+#     logprobs                       (B,R)    before the update, after the training prompt
 #     recorded_old_log_probs         (B,R)    the same of a replayed episode, when it was recorded
 #     advantages                     (B,R)
 #     rewards, successes, group_ids  (B,)
@@ -350,16 +368,16 @@ class Trajectory:
 
 
 def training_prompt(t: Trajectory) -> list[int]:
-    """The idea of hybrid experience training: which prompt the completion stands behind.
+    """The idea of hybrid experience training: which prompt the completion follows.
 
-    With the advice the sample is on-policy, and the policy learns to use advice. Behind the question
+    With the advice the sample is on-policy, and the policy learns to use advice. After the question
     alone the same tokens are off-policy, and the policy learns to do without advice.
     """
     return t.advised_ids if t.keep else t.prompt_ids
 
 
 def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Which episodes of a group get advice, or which tasks keep it: random places."""
+    """Which episodes of a group get advice, or which tasks keep it: floor(count x ratio)."""
     if mode in ("woexp", "discard"):
         ratio = 0.0
     if mode in ("all", "keep"):
@@ -371,14 +389,16 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """The episodes of each task's group that are to be played; replayed members take a place."""
-    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
+    sample_mode = args.setting("train_sample_expmode")
+    rollout_mode = args.setting("train_rollout_expmode")
+    keeps = draw(len(tasks), sample_mode, args.setting("train_sample_keepratio"), rng)
     for t in replayed:
-        if t.advice:  # recorded log-probs belong to the prompt of then, so the group keeps to it
+        if t.advice:  # its log-probs were recorded with this kind of prompt: the group uses it, too
             keeps[t.data_id] = t.keep
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
+        guided = draw(num_fresh, rollout_mode, args.rollout_expratio, rng)
         for i in range(num_fresh):
             t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
             planned.append(t)
@@ -699,7 +719,8 @@ class ExperiencePool:
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note that was written at step t is readable from t + 1 on. Of equals the newest comes first.
+        A note that was written at step t is readable from t + 1 on. Among notes with equal scores
+        the newest comes first.
         """
         readable = [record for record in reversed(self.records) if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
@@ -845,26 +866,36 @@ class ExperienceMixCollateFn:
         self.args = args
         self.manager = manager
         self.tasks = tasks
+        self.num_passes = 0
+        self.waiting: list[int] = []  # tasks of this pass that have not been played yet, in order
 
-    def __call__(self, iteration: int, rng) -> tuple[list[int], list[int]]:
+    def __call__(self, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
-        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        max_replayed = 0
+        if self.args.use_experience_replay:  # a resumed run may have turned it off
+            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
         experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
-        others = [task for task in self.queue(iteration) if task not in experience_tasks]
-        active = [task for task in others if task not in self.manager.skip_uid_set]
-        if len(active) < num_others:  # too few are left: retired tasks are played again
-            active = others
-        return experience_tasks, active[:num_others]
+        return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
-    def queue(self, iteration: int) -> list[int]:
-        """All tasks, in an order that starts where this iteration stands in its pass."""
-        num_passes, place = divmod((iteration - 1) * self.args.num_tasks, len(self.tasks))
-        order = []
-        for number in (num_passes, num_passes + 1):
-            pass_rng = random.Random(f"{self.args.seed}/pass {number}")
-            order += pass_rng.sample(self.tasks, len(self.tasks))
-        return list(dict.fromkeys(order[place:]))
+    def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
+        """Tasks from the front of the pass. Those that this iteration replays wait for the next."""
+        retired = self.manager.skip_uid_set if self.args.retire_solved else set()
+        if len(set(self.tasks) - retired - set(experience_tasks)) < count:
+            retired = set()  # too few are left: retired tasks are played again
+        chosen = []
+        while len(chosen) < count:
+            excluded = {*experience_tasks, *chosen, *retired}
+            ready = [task for task in self.waiting if task not in excluded]
+            if ready:
+                chosen.append(ready[0])
+                self.waiting.remove(ready[0])
+            else:
+                pass_rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
+                self.waiting = [task for task in self.waiting if task not in retired]
+                self.waiting += pass_rng.sample(self.tasks, len(self.tasks))
+                self.num_passes += 1
+        return chosen
 
 
 def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
@@ -878,15 +909,16 @@ def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
 
 # --- imitation: --method sft ---
 def options_of_phase(args, iteration: int):
-    """--imitate-iterations: the first iterations have the options of --method sft."""
+    """--imitate-iterations: the first iterations are --method sft. Options that were given hold."""
     if iteration > args.imitate_iterations:
         return args
-    return replace(args, method="sft", enable=True, imitate_iterations=0, **METHODS["sft"])
+    return replace(args, method="sft", enable=True, imitate_iterations=0)
 
 
 def draw_successes(manager, args, rng) -> list[Trajectory]:
     """A batch of successes so far, with replacement; keep or strip is drawn for each."""
-    keeps = draw(args.batch_size, args.train_sample_expmode, args.train_sample_keepratio, rng)
+    sample_mode = args.setting("train_sample_expmode")
+    keeps = draw(args.batch_size, sample_mode, args.setting("train_sample_keepratio"), rng)
     stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
     if not stored:
         return []
@@ -927,14 +959,14 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
         logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
     )
     pg_loss = torch.where(is_off == 1, off_loss, on_loss)
-    if args.method == "sft":  # cross-entropy; the advantage of a success is 1
+    clipped = dict(clipfrac_on=on_clipped * (1 - is_off), clipfrac_off=off_clipped * is_off)
+    if args.method == "sft":  # cross-entropy, without a clip; the advantage of a success is 1
         pg_loss = -advantages * logprobs
-    per_token = dict(
+        clipped = {}
+    per_token = clipped | dict(
         policy_loss=pg_loss,
         on_policy_loss=pg_loss * (1 - is_off),
         off_policy_loss=pg_loss * is_off,
-        clipfrac_on=on_clipped * (1 - is_off),
-        clipfrac_off=off_clipped * is_off,
         entropy=entropy,
         approx_kl=k3_kl(old_logprobs, logprobs.detach()),
     )
@@ -993,7 +1025,8 @@ def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 def validate(player: Player, held_out: list[int], iteration: int):
     """Greedy episodes with and without advice. Changes nothing.  -> metrics, episodes"""
     args = player.args
-    guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, random.Random(0))
+    mode = args.setting("val_rollout_expmode")
+    guided = draw(len(held_out), mode, args.rollout_expratio, random.Random(0))
     planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     played = player.play(planned, iteration)
     unguided = [t for t in played if not t.guided]
@@ -1006,8 +1039,11 @@ def validate(player: Player, held_out: list[int], iteration: int):
     return metrics, played
 
 
-def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory]) -> dict:
-    """Means over the episodes of a batch. A kind of episode that it does not have gets no number."""
+def rollout_metrics(fresh, replayed, samples) -> dict:
+    """Means over lists of trajectories: new episodes, replayed ones, and all samples of the batch.
+
+    The mean over an empty list is left out.
+    """
     values = defaultdict(list)
     groups = defaultdict(list)
     for t in fresh:
@@ -1015,10 +1051,13 @@ def rollout_metrics(fresh: list[Trajectory], replayed: list[Trajectory]) -> dict
         values["charts/success_rate"].append(t.success)
         values["charts/episodic_return"].append(t.reward)
         values["charts/episodic_length"].append(len(t.turns))
-        values["success/guided" if t.advice else "success/unguided"].append(t.success)
+        if t.advice:
+            values["success/guided"].append(t.success)
+        if not t.guided:  # guided without advice counts for neither, as in evaluations
+            values["success/unguided"].append(t.success)
         if t.guided:
             values["exp/retrieval_empty_frac"].append(not t.advice)
-    for t in fresh + replayed:
+    for t in samples:
         values["exp/off_frac"].append(get_extra(t)["off_policy"])
     for group in groups.values():
         values["groups/all_fail"].append(not any(group))
@@ -1066,7 +1105,8 @@ def main(args: Args) -> dict[str, float]:
     dialogue = Dialogue(tokenizer, args, eos_ids)
     player = Player(policy, envs, pool, dialogue, args)
     pool.ask = functools.partial(ask_policy, policy, dialogue)
-    if args.model_name is None:
+    has_checkpoint = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
+    if args.model_name is None and not has_checkpoint:
         practise(policy, envs[0], dialogue, args)
     broadcast_weights(policy)
     if args.fsdp:
@@ -1080,11 +1120,13 @@ def main(args: Args) -> dict[str, float]:
 
     run = Run(args)
     state = dict(iteration=0, global_step=0)
-    if args.resume and (run.dir / "checkpoint.pt").exists():
+    if has_checkpoint:
         state = load_checkpoint(run, policy, optimizer)
         pool.records = state["pool"]
         pool.num_failed_calls = state["num_failed_calls"]
         manager.load_state_dict(state["manager"])
+        mix.num_passes = state["num_passes"]
+        mix.waiting = state["waiting"]
         metrics = run.rows[-1]
         episodes = []
     else:
@@ -1111,7 +1153,7 @@ def main(args: Args) -> dict[str, float]:
         phase = options_of_phase(args, iteration)
 
         # 1. choose tasks; with replay some come with a recorded success
-        experience_tasks, on_policy_tasks = mix(iteration, replay_rng)
+        experience_tasks, on_policy_tasks = mix(replay_rng)
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
 
         # 2. play the other episodes of each group, some of them with advice
@@ -1120,7 +1162,7 @@ def main(args: Args) -> dict[str, float]:
         fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
         state["global_step"] += len(fresh)
 
-        # 3. training samples: each completion behind its training prompt
+        # 3. training samples: a training prompt and a completion
         trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
         if phase.method == "sft":
             manager.save_trajectories_to_memory([t for t in fresh if t.success])
@@ -1143,12 +1185,13 @@ def main(args: Args) -> dict[str, float]:
         if phase.method == "sft":
             advantages = batch["successes"]
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
-        if phase.train_sample_expmode != "keep":
+        if phase.setting("train_sample_expmode") != "keep":
             weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
         # 6. update
         losses = grpo_update(policy, optimizer, batch, phase)
+        update_time = time.time() - start_time - rollout_time
 
         # 7. notes about the new episodes
         if args.uses_pool and args.updated_freq and iteration % args.updated_freq == 0:
@@ -1160,11 +1203,12 @@ def main(args: Args) -> dict[str, float]:
             "exp/pool_size": len(pool.records),
             "exp/failed_calls": pool.num_failed_calls,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": len(fresh) / (time.time() - start_time),
+            "charts/SPS": len(fresh) / (time.time() - start_time),  # episodes per second
             "time/rollout": rollout_time,
-            "time/update": time.time() - start_time - rollout_time,
+            "time/update": update_time,
+            "time/notes": time.time() - start_time - rollout_time - update_time,
         }
-        metrics |= rollout_metrics(fresh, replayed) | mismatch | losses
+        metrics |= rollout_metrics(fresh, replayed, trajectories) | mismatch | losses
         if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
         is_last = iteration == args.num_iterations
@@ -1190,6 +1234,8 @@ def main(args: Args) -> dict[str, float]:
             state["pool"] = pool.records
             state["num_failed_calls"] = pool.num_failed_calls
             state["manager"] = manager.state_dict()
+            state["num_passes"] = mix.num_passes
+            state["waiting"] = mix.waiting
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
@@ -1214,7 +1260,7 @@ def play_first_tasks(player: Player, tasks: list[int], uniforms_shape) -> list[T
 
 
 def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """Sampler against training forward, on new samples that stand behind the prompt that was read."""
+    """Sampler against training forward, on new samples with the prompt that was read."""
     is_new = torch.tensor([[t.version == iteration] for t in trajectories])
     comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"])
     if not comparable.any():
@@ -1234,7 +1280,10 @@ NAMES = (
 
 
 class LockEnv:
-    """Press four buttons in order; a wrong one costs a turn. Locks of a family share a secret."""
+    """Press four buttons in order; a wrong one costs a turn.
+
+    Locks of a family share a secret, held-out ones included: a held-out lock is a new room only.
+    """
 
     actions = ("red", "green", "blue", "gold")
 
@@ -1295,9 +1344,13 @@ class TextEnv:
         self.success_reward = args.success_reward
         self.numbers = []
         space = getattr(self.env, "action_space", None)
-        if hasattr(space, "n"):
+        if isinstance(space, gym.spaces.Discrete):
             self.numbers = range(space.start, space.start + space.n)
         self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
+        if isinstance(space, gym.Space) and not (
+            self.actions or isinstance(space, gym.spaces.Text)
+        ):
+            sys.exit(f"--env {name}: actions of {space} have no words; Discrete and Text have")
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
@@ -1305,16 +1358,17 @@ class TextEnv:
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
-        """The action that is named last counts. Text without an action costs a turn and a point.
+        """The action that is named last counts. Text without an action uses a turn; its reward is -1.
 
-        The point does not decide on success. An episode is a success if the environment says so in
+        This -1 does not affect success. An episode is a success if the environment says so in
         info["success"], or else if it ended and the environment's rewards reach --success-reward.
         """
         action = text
         if self.actions:
             found = []
             for number, name in enumerate(self.actions):
-                for match in re.finditer(rf"\b{re.escape(name)}\b", text, re.IGNORECASE):
+                pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
+                for match in re.finditer(pattern, text, re.IGNORECASE):
                     found.append((match.end(), len(name), number))
             if not found:
                 return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
@@ -1322,8 +1376,8 @@ class TextEnv:
             action = (self.numbers or self.actions)[number]
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.earned += float(reward)
-        success = terminated and self.earned >= self.success_reward
-        info = dict(success=bool(success)) | info
+        success = info.get("success", terminated and self.earned >= self.success_reward)
+        info = info | dict(success=bool(success))  # it may be a NumPy value, which JSON refuses
         return str(observation), float(reward), bool(terminated), bool(truncated), info
 
 
@@ -1431,15 +1485,15 @@ class Dialogue:
         return self.encode(text, add_special_tokens=True)
 
     def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
-        """What follows a turn: its end if it has none, the observation, the next turn's start."""
+        """What follows a turn: EOS if it was not sampled, the observation, the next turn's start."""
         text = f"\n{observation}"
-        if self.chat_template:  # what the template puts behind an answer
-            dialogue = [("user", "question"), ("assistant", "@@"), ("user", observation)]
-            _, _, text = self.render(dialogue).partition("@@")
+        if self.chat_template:  # what the template puts after an answer
+            answer = "@@" * (1 + len(self.system_prompt))  # too long to be in the system prompt
+            dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
+            _, _, text = self.render(dialogue).partition(answer)
         ids = self.encode(text)
-        if turn_ids[-1] in self.eos_ids and ids[0] in self.eos_ids:
-            return ids[1:]
-        return ids
+        has_two_ends = turn_ids[-1] in self.eos_ids and ids and ids[0] in self.eos_ids
+        return ids[1:] if has_two_ends else ids
 
     def read(self, ids: list[int]) -> str:
         text_ids = [token for token in ids if token not in self.eos_ids]
@@ -1528,13 +1582,13 @@ class Run:
         self.rows = []
         self.start_time = time.time()
         self.wandb = None
-        if rank() > 0:  # v1: distributed: one process writes
+        if rank() > 0:  # one process writes
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
         config["torch"] = torch.__version__
-        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
         if args.track:
             import wandb
 
@@ -1543,14 +1597,14 @@ class Run:
                 id=self.dir.name,
                 dir=self.dir,
                 config=config,
-                resume="allow",  # v1: checkpoint
+                resume="allow",
             )
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
-        if rank() > 0:  # v1: distributed
+        if rank() > 0:
             return
         with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -1559,7 +1613,7 @@ class Run:
 
     def log_episodes(self, global_step: int, trajectories: list[Trajectory]):
         """Some episodes with advice and without, in words."""
-        if rank() > 0:  # v1: distributed
+        if rank() > 0:
             return
         with open(self.dir / "episodes.jsonl", "a", encoding="utf-8") as file:
             for t in first_of_each_kind(trajectories, 4):
@@ -1568,7 +1622,7 @@ class Run:
 
     def finish(self):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        if rank() > 0:  # v1: distributed
+        if rank() > 0:
             return
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
@@ -1604,15 +1658,15 @@ class Run:
 
 
 # --- command line ---
-# v1: checkpoint
 @dataclass
 class ResumeArgs:
     run_dir: str | None = None
     resume: bool = False
 
 
-FIXED_OPTIONS = """seed env num_train_tasks eval_size model_name chat_template system_prompt
-    warm_start_steps num_tasks group_size experience_template""".split()
+FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template system_prompt
+    warm_start_steps num_tasks group_size experience_template experience_pool
+    init_exp_before_training""".split()
 
 
 def is_resumable(args) -> bool:
@@ -1646,7 +1700,6 @@ def parse_args() -> Args:
 
 
 # --- checkpoints ---
-# v1: checkpoint
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
 
 
@@ -1728,7 +1781,6 @@ class Signals:
 
 
 # --- distributed ---
-# v1: distributed
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 

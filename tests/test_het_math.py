@@ -296,10 +296,10 @@ def test_one_replayed_member_has_the_last_place(n, available):
     "size, valid, split", [(8, 3, (3, 5)), (8, 10, (4, 4)), (7, 10, (3, 4)), (8, 0, (0, 8))]
 )
 def test_the_mix(size, valid, split):
-    manager = filled({i: 4 for i in range(valid)}, num_tasks=size)
+    manager = filled({i: 4 for i in range(valid)}, num_tasks=size, retire_solved=True)
     mix, seen = het.ExperienceMixCollateFn(manager.args, manager, list(range(40))), []
     for i in range(20):
-        experience_tasks, on_policy_tasks = mix(1 + i, rng(i))
+        experience_tasks, on_policy_tasks = mix(rng(i))
         assert (len(experience_tasks), len(on_policy_tasks)) == split
         assert len({*experience_tasks, *on_policy_tasks}) == size and all(
             task < valid for task in experience_tasks
@@ -310,20 +310,41 @@ def test_the_mix(size, valid, split):
             "a pass has every task once"
         )
     manager.skip_uid_set = set(range(20))
-    assert all(task >= 20 for _ in range(5) for task in mix(5, rng())[1]), (
+    assert all(task >= 20 for _ in range(5) for task in mix(rng())[1]), (
         "retired ones are passed over"
     )
     manager.skip_uid_set = set(range(40))
-    assert len(set(sum(mix(5, rng()), []))) == size, (
-        "too few left: retired ones are looked at again"
-    )
+    assert len(set(sum(mix(rng()), []))) == size, "too few left: retired ones are looked at again"
+
+
+def test_a_pass_visits_every_task_once_under_replay():
+    """Half of each batch is replayed; the other half goes through all tasks before one comes again."""
+    manager = filled({i: 4 for i in range(10)})
+    mix = het.ExperienceMixCollateFn(manager.args, manager, list(range(40)))
+    seen = []
+    for i in range(30):
+        experience_tasks, on_policy_tasks = mix(rng(i))
+        assert len(experience_tasks) == 4 and not {*experience_tasks} & {*on_policy_tasks}
+        seen += on_policy_tasks
+    assert len(seen) == 120 and set(seen[:50]) == set(range(40))
+    visits = Counter(seen) + Counter(mix.waiting)
+    assert set(visits.values()) == {mix.num_passes}, "played or waiting, once for each pass"
+
+
+def test_retired_tasks_do_not_bring_others_twice_into_a_pass():
+    manager = manager_of(retire_solved=True)
+    manager.skip_uid_set = set(range(20))
+    mix = het.ExperienceMixCollateFn(manager.args, manager, list(range(52)))
+    seen = sum((mix(rng(i))[1] for i in range(8)), [])
+    assert Counter(seen) == {task: 2 for task in range(20, 52)}
 
 
 # --- options ---
 def resolved(**options):
     args = het.Args(**options)
-    modes = (args.val_rollout_expmode, args.train_rollout_expmode, args.train_sample_expmode)
-    return (*modes, args.rollout_expratio, args.train_sample_keepratio)
+    names = ("val_rollout_expmode", "train_rollout_expmode", "train_sample_expmode")
+    modes = [args.setting(name) for name in names]
+    return (*modes, args.rollout_expratio, args.setting("train_sample_keepratio"))
 
 
 def test_presets():
@@ -348,11 +369,36 @@ def test_presets():
 def test_imitation_comes_first_and_then_the_method():
     args = het.Args(method="baseline", imitate_iterations=2)
     phases = [het.options_of_phase(args, iteration) for iteration in (1, 2, 3)]
-    assert [(p.method, p.train_rollout_expmode) for p in phases] == [
+    assert [(p.method, p.setting("train_rollout_expmode")) for p in phases] == [
         ("sft", "mixed"),
         ("sft", "mixed"),
         ("baseline", "woexp"),
     ]
+    given = het.Args(imitate_iterations=2, train_sample_keepratio=0.2)
+    assert het.options_of_phase(given, 1).setting("train_sample_keepratio") == 0.2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(train_sample_expmode="keep"), "method is het, .* --train-sample-expmode keep"),
+        (dict(group_size=1), "2 is the least --group-size"),
+        (dict(retire_solved=True), "needs --use-experience-replay"),
+        (
+            dict(
+                method="sft",
+                train_rollout_expmode="woexp",
+                val_rollout_expmode="woexp",
+                experience_pool="x",
+            ),
+            "no episode gets advice",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        het.Args(**options)
+    assert het.Args(method="sft", group_size=1).batch_size == 8, "imitation needs no group"
 
 
 # --- the games of the study ---

@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -234,6 +236,16 @@ def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_ord
         assert loss.item() == pytest.approx(-mb["logprobs"][mask].mean().item(), abs=1e-5)
         views |= {(bool(t.advice), t.keep) for t in trajectories}
     assert len(views) == 4, "guided and not, kept and stripped"
+
+
+def test_imitation_logs_the_samples_that_it_drew(tmp_path, monkeypatch, advice):
+    calls = spy(monkeypatch, het, "samples_to_dataproto")
+    run(tmp_path / "run", method="sft", **advice)
+    rows = metrics_without_times(tmp_path / "run")[1:]
+    for (samples, _), row in zip(batches(calls), rows, strict=True):
+        num_stripped = sum(bool(t.advice) and not t.keep for t in samples)
+        assert row["exp/off_frac"] == num_stripped / 16
+        assert "losses/clipfrac_on" not in row, "cross-entropy has no clip"
 
 
 def test_imitation_then_grpo(tmp_path, monkeypatch, advice):
@@ -559,6 +571,51 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
     )
 
 
+def resume(monkeypatch, folder, *flags):
+    """What the command line with --resume does."""
+    command = ["het_grpo.py", "--resume", "--run-dir", str(folder), *flags]
+    monkeypatch.setattr(sys, "argv", command)
+    return het.main(het.parse_args())
+
+
+@pytest.mark.parametrize(
+    "flags", ["--max-turns 5", "--num-train-tasks 16", "--group-size 8", "--experience-pool x"]
+)
+def test_resume_refuses_what_the_run_was_built_on(flags, tmp_path, monkeypatch):
+    (tmp_path / "x").write_text("")
+    run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"cannot change {flags.split()[0]}"):
+        resume(monkeypatch, tmp_path / "run", *flags.split())
+
+
+def test_replay_can_be_turned_off_on_resume(tmp_path, monkeypatch):
+    run(tmp_path / "run", num_iterations=4, use_experience_replay=True)
+    assert metrics_without_times(tmp_path / "run")[-1]["replay/experience_tasks"] > 0
+    played = spy(monkeypatch, het, "plan_episodes")
+    flags = ["--no-use-experience-replay", "--num-iterations", "6"]
+    resume(monkeypatch, tmp_path / "run", *flags)
+    assert [len(args[1]) for args, _ in played] == [0, 0]
+    assert [len(planned) for _, planned in played] == [16, 16]
+
+
+def test_resume_can_change_the_method(tmp_path, monkeypatch, capsys):
+    """args.json keeps what was given, so the options of the old method do not contradict the new one."""
+    run(tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
+    assert saved["method"] == "het" and saved["train_rollout_expmode"] is None
+    planned = spy(monkeypatch, het, "plan_episodes")
+    practised = spy(monkeypatch, het, "practise")
+    resume(monkeypatch, tmp_path / "run", "--method", "baseline", "--num-iterations", "4")
+    assert not any(t.guided for _, episodes in planned for t in episodes) and len(planned) == 1
+    assert not practised, "the checkpoint has the weights"
+    changed = [line for line in capsys.readouterr().out.splitlines() if "changed: " in line]
+    assert changed == [
+        "changed: --num-iterations 3 -> 4",
+        "changed: --method het -> baseline",
+    ]
+
+
 def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
     real, calls = het.grpo_loss, []
 
@@ -641,6 +698,48 @@ def test_what_an_environment_hears_and_says(monkeypatch):
     assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, (
         "nonsense is no way out"
     )
+
+
+class Odd:
+    """An environment of Gymnasium's kinds: a space, NumPy values, an empty observation."""
+
+    def __init__(self, space):
+        self.action_space = space
+
+    def reset(self, seed):
+        return "", {}
+
+    def step(self, action):
+        self.heard = action
+        return "", np.float32(0.0), np.bool_(True), False, dict(success=np.bool_(True))
+
+
+def odd_env(monkeypatch, space):
+    monkeypatch.undo()
+    monkeypatch.setattr(het, "load_object", lambda place: lambda: Odd(space))
+    return het.TextEnv(het.Args(env="some:Odd"))
+
+
+def test_actions_may_be_negative_numbers(monkeypatch):
+    env = odd_env(monkeypatch, gym.spaces.Discrete(3, start=-1))
+    env.reset(0)
+    assert env.actions == ["-1", "0", "1"]
+    for text, action in (("-1", -1), ("I take -1.", -1), ("not -1 but 1", 1), ("0", 0)):
+        env.step(text)
+        assert env.env.heard == action, text
+    assert env.step("10")[1] == -1.0, "no action is part of another word"
+
+
+def test_what_an_environment_says_can_be_written_as_json(monkeypatch):
+    env = odd_env(monkeypatch, gym.spaces.Discrete(2))
+    env.reset(0)
+    assert json.loads(json.dumps(env.step("1"))) == ["", 0.0, True, False, {"success": True}]
+
+
+@pytest.mark.parametrize("space", [gym.spaces.MultiBinary(3), gym.spaces.Box(0, 1)])
+def test_actions_without_words_are_refused(space, monkeypatch):
+    with pytest.raises(SystemExit, match="have no words"):
+        odd_env(monkeypatch, space)
 
 
 ENVIRONMENT = """
@@ -776,6 +875,22 @@ def test_without_a_template_an_answer_stands_right_behind_question_and_observati
     text = lambda ids: "".join(tokenizer.convert_ids_to_tokens(ids))  # noqa: E731
     assert text(dialogue.prompt("First key:")) == "First key:"
     assert text(dialogue.reply("Second key:", [7])) == "\nSecond key:"
+
+
+def test_an_observation_may_be_empty():
+    tokenizer = het.make_word_tokenizer(["red"])
+    dialogue = het.Dialogue(tokenizer, het.Args(), torch.tensor([1]))
+    assert dialogue.reply("", [1]) == []
+
+
+def test_a_system_prompt_may_have_any_marks(chat_model):
+    tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
+    replies = []
+    for prompt in ("", "Mail a@@b @@@@ c"):
+        args = het.Args(model_name=chat_model, chat_template=True, system_prompt=prompt)
+        dialogue = het.Dialogue(tokenizer, args, torch.tensor([1]))
+        replies.append(dialogue.reply("go @@ on", [7]))
+    assert replies[0] == replies[1]
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
