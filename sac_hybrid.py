@@ -840,6 +840,8 @@ class Robot:
         if step < self.args.random_steps:
             action = rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
             action[self.layout.gripper] = rng.integers(-1, 2, self.layout.num_grippers)
+        elif self.args.algorithm == "bc":
+            action = self.policy.act(self.obs)  # imitation does not train the standard deviation
         else:
             noise = rng.standard_normal(len(self.layout.continuous), np.float32)
             action = self.policy.act(self.obs, torch.from_numpy(noise))

@@ -449,6 +449,15 @@ def test_hg_dagger_clones_the_human_it_meets(tmp_path):
     assert metrics["buffer/demo_size"] - num_demos == metrics["charts/intervention_steps"] > 0
 
 
+@pytest.mark.parametrize("algorithm", ["bc", "sac"])
+def test_only_sac_acts_with_noise(algorithm):
+    """Imitation does not train the standard deviation, so it acts with the mean."""
+    robot = Robot(Args(**TINY | dict(intervention_steps=0), algorithm=algorithm))
+    record = robot.take_turn(0, robot.policy.acting_weights())
+    first_obs = {key: record["obs"][key] for key in robot.obs_shapes}
+    assert (record["actions"] == robot.policy.act(first_obs)).all() == (algorithm == "bc")
+
+
 def test_interventions_become_rarer():
     robot = Robot(Args(intervention_steps=100))
     weights = robot.policy.acting_weights()
