@@ -11,7 +11,7 @@
         step the environment; a human may replace the action                  (Robot.step)
     learner, for each transition that arrives:                                (main)
         store it in online_rb; a transition by the human also in demo_rb
-        `utd` times: take half of the batch from each buffer                  (sample_batch)
+        `utd` times: draw a batch, a share `demo_ratio` of it from demo_rb     (sample_batch)
             1 critics, 2 actor and temperature, 3 target networks             (agent.update)
         publish a copy of the weights to the actor
 
@@ -33,6 +33,7 @@ The algorithm comes first and ends with `main`; environment, data files and logg
 """
 
 import copy
+import inspect
 import io
 import json
 import math
@@ -46,7 +47,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -283,7 +284,10 @@ class Encoder(nn.Module):
         state_dim = sum(math.prod(obs_shapes[key]) for key in self.vector_keys)
         self.dim = state_dim
         if self.image_keys:  # one encoder for all cameras
-            self.image = ImageEncoder(obs_shapes[self.image_keys[0]])
+            image_shapes = [obs_shapes[key] for key in self.image_keys]
+            if len({channels for *_, channels in image_shapes}) > 1:
+                raise ValueError(f"cameras differ in their number of channels: {image_shapes}")
+            self.image = ImageEncoder(max(image_shapes))  # the one with the most rows of pixels
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -363,7 +367,7 @@ class SACHybridAgent(nn.Module):
         super().__init__()
         num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]
         self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
-        # HIL-SERL's choice: half of the action dims, grippers included
+        # HIL-SERL's choice: minus half of the number of action dims, grippers included
         self.target_entropy = -0.5 * self.layout.action_dim
         obs_shapes = obs_shapes or dict.fromkeys(image_keys, (32, 32, 3))
         self.make_networks(args or Args(), obs_shapes, device)
@@ -742,6 +746,14 @@ class Robot:
         self.center = (space.high + space.low) / 2
         self.scale = (space.high - space.low) / 2
         self.layout = ActionLayout(space.shape[0], num_grippers)
+        if not self.layout.continuous:
+            sys.exit(f"{args.env_id}: --setup-mode {args.setup_mode} leaves no continuous action")
+        print(f"action dims: {self.layout.continuous} continuous, {self.layout.gripper} gripper")
+        self.takes_seed = (
+            isinstance(self.env, gym.Env) or "seed" in inspect.signature(self.env.reset).parameters
+        )
+        if not self.takes_seed:
+            print("reset() takes no seed: evaluations of different runs have different episodes")
         self.obs_shapes = {}
         self.reset(seed=0)
         self.obs_shapes = {key: value.shape for key, value in self.obs.items()}
@@ -771,7 +783,7 @@ class Robot:
 
     def reset(self, seed, allow_intervention=False):
         getattr(self.env, "unwrapped", self.env).allow_intervention = allow_intervention
-        if isinstance(self.env, gym.Env):
+        if self.takes_seed:
             raw, _ = self.env.reset(seed=seed)
         else:
             raw, _ = self.env.reset()
@@ -891,7 +903,8 @@ def play(robot, act, seed) -> np.ndarray:
 
 # --- evaluate ---
 def evaluate_robot(agent, robot, group, first_seed, num_episodes) -> dict:
-    """Mean action, the same episodes in every run. Episodes with a human do not count."""
+    """Act with the mean. Episode i has the seed first_seed + i, so that all runs play the same
+    episodes. An episode in which a human intervenes does not count."""
     last_records = []
     for episode in range(num_episodes):
         records = play(robot, agent.act, first_seed + episode)
@@ -1380,8 +1393,9 @@ def load_transitions(path) -> list[dict]:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
+    # numpy marks the dtype of big-endian numbers by this string; other files have no use for it
     if any(argument == ">" for _, argument, _ in pickletools.genops(data)):
-        raise ValueError("big-endian numbers are not supported")
+        raise ValueError('it has the string ">", and big-endian numbers are not supported')
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
@@ -1456,7 +1470,7 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
         return act(obs)
 
     records = play(robot, act_and_film, seed)
-    result = "success" if records["success_rate"][-1] else "time-out"
+    result = "success" if records["success_rate"][-1] else "failure"
     pictures.append(take_picture(robot, f"{player}, step {len(pictures)}: {result}"))
     return pictures
 
@@ -1566,12 +1580,13 @@ def parse_args() -> Args:
         options = {}
         if typed.env_id == BUILT_IN:
             options = BAR_WORLD
-            print(f"defaults for {BUILT_IN}: {options}")
+            if os.environ.get("RANK", "0") == "0":  # of torchrun; one process prints
+                print(f"defaults for {BUILT_IN}: {options}")
         return tyro.cli(Args, description=__doc__, default=Args(**options))
     saved = json.loads(path.read_text(encoding="utf-8"))
     saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
-    for option in fields(Args):
-        setattr(saved_args, option.name, saved.get(option.name, option.default))
+    for name, default in vars(Args()).items():
+        setattr(saved_args, name, saved.get(name, default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
     for name, value in asdict(args).items():
         old_value = getattr(saved_args, name)
@@ -1609,7 +1624,8 @@ def save_run(run, agent, online_rb, demo_rb, progress):
 
 def load_run(run, agent) -> Progress:
     """Restore the agent and the logged rows."""
-    state = torch.load(run.dir / "latest.pth", map_location="cpu", weights_only=True)
+    device = agent.raw_alpha.device  # the losses of the next updates are there, too
+    state = torch.load(run.dir / "latest.pth", map_location=device, weights_only=True)
     agent.load(state["agent"], agent.args)
     run.rows = state["rows"]
     if run.rows:
