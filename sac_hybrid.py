@@ -17,14 +17,19 @@
 
 The arm is controlled by SAC, the gripper (close, stay, open) by double DQN on the same encoder. In
 the built-in environment an arm lifts a bar that only a camera shows. Its scripted human is slow,
-trembles and makes mistakes. Imitation ends below it; reinforcement learning is as reliable as the
-human, and twice as fast.
+trembles and makes mistakes. Imitation succeeds less often than this human. Reinforcement learning
+succeeds as often, and in half as many steps (docs/sac_hybrid.md has the measurements).
 
-What differs from HIL-SERL: no pretrained image encoder and no reward classifier. The added term
-`hybrid: bc` clones the demonstrations (--bc-weight 0: off). The gripper is marked `hybrid: grasp`.
+What differs from HIL-SERL:
+- There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
+  pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
+- The critics share the scale and bias of LayerNorm.
+- The lines marked `hybrid: bc` clone the motion of the arm, not the gripper, from demonstrations.
+  --bc-weight 0 turns them off. The lines marked `hybrid: grasp` belong to the gripper.
+- The built-in human takes over at a random step. A real one takes over when the policy errs.
 
 Shapes: N rows, A action dims, C continuous ones, G grasps, E critics, F features.
-The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
+The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
     python sac_hybrid.py --algorithm bc        # imitate the same human instead (HG-DAgger)
@@ -108,7 +113,7 @@ class Args:
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
-    eval_episodes: int = 10  # episodes of an evaluation; the best policy is kept (0: the last one)
+    eval_episodes: int = 10  # of an evaluation; the best policy is kept (0: keep the last policy)
     report_episodes: int = 50  # other episodes, which judge the final model (0: none)
     capture_video: bool = True  # write policy.gif: the first of the episodes that judge the model
     log_interval: int = 100  # steps between lines of metrics.jsonl
@@ -125,7 +130,7 @@ class Args:
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no demo_paths
     intervention_steps: int = 0  # its interventions become rarer, linearly to 0 at this step
-    timeout_terminal: bool = False  # treat a time limit as the end: no value beyond it
+    timeout_terminal: bool = False  # after a time limit, do not bootstrap from the next state
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
@@ -189,7 +194,7 @@ class ActionLayout:
         # the last dim of each arm
         self.gripper = [action_dim * i // num_grippers - 1 for i in range(1, num_grippers + 1)]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
-        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers: one joint choice
+        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
 
     def grasp_index(self, commands):
         """left * 3 + right. Rounded: a human's 0.95 means open.  (N,grippers) -> (N,)"""
@@ -233,7 +238,10 @@ class EnsembleLinear(nn.Module):
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)"""
+    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+
+    Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
+    """
 
     def __init__(self, num_critics, in_dim, hidden_size, layer_norm):
         super().__init__()
@@ -249,8 +257,8 @@ def embedding(in_dim, out_dim):
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions down to 16 pixels, then the positions of 16 features in the image (spatial
-    softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
+    """Convolutions down to 16 rows of pixels, then the positions of 16 features in the image
+    (spatial softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
 
     def __init__(self, image_shape):
         super().__init__()
@@ -296,7 +304,7 @@ class Encoder(nn.Module):
     def forward(self, obs):
         parts = []
         for key in self.image_keys:
-            image = obs[key].permute(0, 3, 1, 2).float() / 255 - 0.5  # only here
+            image = obs[key].permute(0, 3, 1, 2).float() / 255 - 0.5
             parts.append(self.image(image))
         if self.vector_keys:
             state = torch.cat([obs[key] for key in self.vector_keys], 1)
@@ -380,7 +388,7 @@ class SACHybridAgent(nn.Module):
         num_continuous = len(self.layout.continuous)
         encoder = Encoder(obs_shapes)
         self.critic = nn.ModuleDict()
-        self.critic["encoder"] = encoder  # trained by the critics only
+        self.critic["encoder"] = encoder  # the actor's loss of SAC does not train it
         self.critic["qf"] = QEnsemble(
             args.num_critics, encoder.dim + num_continuous, args.hidden_size, args.layer_norm
         )
@@ -390,6 +398,7 @@ class SACHybridAgent(nn.Module):
             )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
         self.actor = mlp(encoder.dim, 2 * num_continuous, args.hidden_size, args.layer_norm)
+        # the inverse of the softplus in `alpha`
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -451,7 +460,8 @@ class SACHybridAgent(nn.Module):
 
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
-        # 2 actor and temperature, on features that only the critics train
+        # 2 actor and temperature. The features are those from before the critics' step: they are
+        # one small step old, and a second pass through the encoder is saved.
         actor_losses = {}
         if train_actor:
             features = features.detach()
@@ -481,7 +491,8 @@ class SACHybridAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def update_bc(self, batch: dict) -> dict:
-        """--algorithm bc: regress the motion of the arm, classify the gripper command."""
+        """--algorithm bc regresses the motion of the arm and classifies the gripper command. This
+        loss also trains the encoder, and it does not train the standard deviation."""
         self.updates += 1
         features = self.critic.encoder(batch["obs"])
         mean, _ = self.policy(features)
@@ -573,9 +584,16 @@ def make_record_dtype(obs: dict[str, np.ndarray], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once: N transitions in E episodes take N + E frames.
 
-    Frames are numbered in the order they are written. A slot holds a frame and the transition that
-    ends there; `starts` has the number of the frame where that transition starts (-1: nowhere).
-    All records are also appended to a file. A resumed run stores them again.
+    Frames are numbered in the order they are written, and frame n is in slot n % capacity. A slot
+    also has the transition that ends at its frame. `starts` has the number of the frame where that
+    transition starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes
+    a -> b -> c and then d -> e are stored so:
+
+        frame number   0    1    2    3    4
+        frame          a    b    c    d    e     e overwrites a, in slot 0
+        start         -1    0    1   -1    3     a -> b is lost, because frame 0 is gone
+
+    All records are also appended to a file, which grows without limit. A resumed run reads it.
     """
 
     def __init__(self, capacity, record_dtype, path=os.devnull):
@@ -587,7 +605,7 @@ class FrameBuffer:
         self.slots = np.zeros(capacity, slot_dtype)
         self.starts = np.full(capacity, -1)
         self.num_frames = 0
-        self.newest = {}  # rank of an actor -> number of its newest frame
+        self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
         self.file = open(path, "ab")
         self.num_records = 0  # in the file
 
@@ -599,7 +617,7 @@ class FrameBuffer:
     def __len__(self):
         return len(self.ends())
 
-    def frames(self, numbers):
+    def read_frames(self, numbers):
         return self.slots["next_obs"][numbers % len(self.slots)]
 
     def append(self, frame, record, start) -> int:
@@ -611,14 +629,15 @@ class FrameBuffer:
         return self.num_frames - 1
 
     def store(self, record):
-        """A frame is shared with the transition before only if both are equal: no transition
-        crosses a gap or the end of an episode."""
+        """Start at the last frame of the same actor if it equals the first frame of this record.
+        Otherwise an episode begins, or records are missing, and the first frame is written, too."""
         actor = int(record["ranks"])
-        start = self.newest.get(actor, -math.inf)  # no frame: like one that is overwritten
-        is_overwritten = start <= self.num_frames - len(self.slots)
-        if is_overwritten or self.frames(start).tobytes() != record["obs"].tobytes():
+        start = self.newest_frame.get(actor)
+        oldest_after_this = self.num_frames + 1 - len(self.slots)  # one frame is overwritten
+        is_kept = start is not None and start >= oldest_after_this
+        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
             start = self.append(record["obs"], record, -1)
-        self.newest[actor] = self.append(record["next_obs"], record, start)
+        self.newest_frame[actor] = self.append(record["next_obs"], record, start)
 
     def insert(self, record):
         self.store(record)
@@ -628,7 +647,7 @@ class FrameBuffer:
     def sample(self, num_rows, rng):
         """Draw with replacement.  -> slots where transitions end (N,), first frames (N,)"""
         ends = rng.choice(self.ends(), num_rows)
-        return self.slots[ends], self.frames(self.starts[ends])
+        return self.slots[ends], self.read_frames(self.starts[ends])
 
     def load(self, num_records):
         """Continue after this many records of the file; a kill may have left more of them."""
@@ -760,7 +779,7 @@ class Robot:
         print(f"the policy sees {self.obs_shapes}")
         self.record_dtype = make_record_dtype(self.obs, space.shape[0])
         self.is_done = True  # the first turn starts an episode
-        self.policy = self.make_agent("cpu")
+        self.acting_agent = self.make_agent("cpu")
 
     def make_agent(self, device):
         return SACHybridAgent(
@@ -843,7 +862,7 @@ class Robot:
 
     def take_turn(self, step, weights) -> np.ndarray:
         """One environment step with these weights of the policy.  -> its record"""
-        nn.utils.vector_to_parameters(weights, self.policy.acting_parameters())
+        nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
         rng = random_numbers(self.args.seed, "step", step)
         if self.is_done:
             if self.args.intervention_steps:
@@ -853,29 +872,35 @@ class Robot:
             action = rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
             action[self.layout.gripper] = rng.integers(-1, 2, self.layout.num_grippers)
         elif self.args.algorithm == "bc":
-            action = self.policy.act(self.obs)  # imitation does not train the standard deviation
+            action = self.acting_agent.act(
+                self.obs
+            )  # imitation does not train the standard deviation
         else:
             noise = rng.standard_normal(len(self.layout.continuous), np.float32)
-            action = self.policy.act(self.obs, torch.from_numpy(noise))
+            action = self.acting_agent.act(self.obs, torch.from_numpy(noise))
         return self.step(action)
 
 
 class ActorThread(threading.Thread):
-    """Takes one turn for each number in the queue `steps`, with the newest published weights.
-    Where an episode ends it waits for the learner, which evaluates and saves there."""
+    """Takes one turn for each number in `step_queue`, with the newest published weights.
+
+    The learner puts a number into the queue for each record it has used. With --max-lead 0 the two
+    therefore alternate strictly. A larger lead lets the actor move on while the learner works.
+    Where an episode ends the actor waits for the learner, which evaluates and saves there.
+    """
 
     def __init__(self, robot, published, arrivals):
         super().__init__(daemon=True)
         self.robot = robot
         self.published = published
         self.arrivals = arrivals
-        self.steps = queue.Queue()
+        self.step_queue = queue.Queue()
         self.next_episode = threading.Semaphore(0)
         self.is_stopped = False
 
     def run(self):
         try:
-            for step in iter(self.steps.get, None):
+            for step in iter(self.step_queue.get, None):
                 record = self.robot.take_turn(step, self.published["weights"])
                 self.arrivals.put((self, record))
                 if record["dones"]:
@@ -887,7 +912,7 @@ class ActorThread(threading.Thread):
 
     def stop(self):
         self.is_stopped = True
-        self.steps.put(None)
+        self.step_queue.put(None)
         self.next_episode.release()
         self.join()
 
@@ -929,8 +954,8 @@ class Progress:
 
     global_step: int = 0
     updates_due: float = 0.0
-    intervention_steps: int = 0
-    intervention_count: int = 0
+    human_steps: int = 0
+    human_takeovers: int = 0
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     online_records: int = 0  # in the files of the buffers
@@ -978,13 +1003,13 @@ def main(args: Args) -> dict[str, float]:
     for record in demos:
         demo_rb.insert(record)
 
-    steps = iter(range(progress.global_step, args.max_steps))
+    steps_to_take = iter(range(progress.global_step, args.max_steps))
     published = {"weights": agent.acting_weights()}
     arrivals = queue.Queue()  # (actor, record) pairs
     actors = [ActorThread(each, published, arrivals) for each in remote_robots or [robot]]
     for actor in actors:
         for _ in range(args.max_lead + 1):
-            actor.steps.put(next(steps, None))
+            actor.step_queue.put(next(steps_to_take, None))
         actor.start()
 
     metrics = {}
@@ -1004,8 +1029,8 @@ def main(args: Args) -> dict[str, float]:
         online_rb.insert(record)
         if record["interventions"]:
             demo_rb.insert(record)
-        progress.intervention_steps += int(record["interventions"])
-        progress.intervention_count += int(record["takeovers"])
+        progress.human_steps += int(record["interventions"])
+        progress.human_takeovers += int(record["takeovers"])
         if record["dones"]:
             progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
         rollout_time = time.time() - start_time
@@ -1039,7 +1064,7 @@ def main(args: Args) -> dict[str, float]:
             row = evaluate_robot(agent, robot, "eval", 10_000, args.eval_episodes)
         if row:
             score = [row["eval/success_rate"], row["eval/episodic_return"]]
-            score.append(-row["eval/episodic_length"])  # as good, and faster
+            score.append(-row["eval/episodic_length"])  # of equal policies, prefer the faster one
             if score >= progress.best_score:
                 progress.best_score = score
                 progress.best_agent = agent.checkpoint()
@@ -1048,8 +1073,8 @@ def main(args: Args) -> dict[str, float]:
         if is_last or progress.global_step % args.log_interval == 0:
             row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
             row |= {
-                "charts/intervention_steps": progress.intervention_steps,
-                "charts/intervention_count": progress.intervention_count,
+                "charts/intervention_steps": progress.human_steps,
+                "charts/intervention_count": progress.human_takeovers,
                 "charts/updates": agent.updates,
                 "charts/SPS": progress.global_step / (time.time() - run.start_time),
                 "losses/skipped_steps": agent.skipped_steps.item(),
@@ -1077,7 +1102,7 @@ def main(args: Args) -> dict[str, float]:
             is_save_due = False
             if signals.received:
                 break
-        actor.steps.put(next(steps, None))
+        actor.step_queue.put(next(steps_to_take, None))
         if record["dones"]:
             actor.next_episode.release()
 
@@ -1154,7 +1179,14 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
 
 # --- task: environments ---
 def make_env(args: Args):
-    """The built-in environment, a class in file.py:Class, or a Gymnasium id."""
+    """The built-in environment, a class in file.py:Class, or a Gymnasium id.
+
+    A class needs reset() and step(), and its constructor gets --image-keys (all names, those of
+    vectors, too) and the number of action dims. It may also have action_space, render() and
+    close(). It gets an attribute `allow_intervention`: if this is False, no human may act. step()
+    may put into its info: "intervene_action", what a human did instead of the action, and
+    "succeed", "success" or "is_success". Without these, success is a reward at the end.
+    """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
         return BarWorld(args.setup_mode, args.human)
@@ -1584,7 +1616,7 @@ def parse_args() -> Args:
                 print(f"defaults for {BUILT_IN}: {options}")
         return tyro.cli(Args, description=__doc__, default=Args(**options))
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    saved_args = object.__new__(Args)  # not checked, because a typed option may replace a bad one
     for name, default in vars(Args()).items():
         setattr(saved_args, name, saved.get(name, default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
@@ -1697,7 +1729,7 @@ class RemoteRobot:
     def serve(self, robot):
         """Called by the other rank: take turns until rank 0 sends -1."""
         step = torch.tensor([0])
-        weights = robot.policy.acting_weights()
+        weights = robot.acting_agent.acting_weights()
         while True:
             dist.recv(step, 0, self.group)
             if step < 0:

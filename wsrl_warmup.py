@@ -257,7 +257,10 @@ class EnsembleLinear(nn.Module):
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)"""
+    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+
+    Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
+    """
 
     def __init__(self, num_critics, in_dim, hidden_size, layer_norm):
         super().__init__()

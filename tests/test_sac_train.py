@@ -282,7 +282,7 @@ def buffers_of(monkeypatch):
 def stored(buffer):
     """-> slots and first frames of all transitions, in order"""
     ends = buffer.ends()
-    return buffer.slots[ends], buffer.frames(buffer.starts[ends])
+    return buffer.slots[ends], buffer.read_frames(buffer.starts[ends])
 
 
 def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
@@ -325,7 +325,7 @@ def test_stay_repeats_the_last_command(tmp_path):
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
-        metrics = evaluate_robot(robot.policy, robot, "eval", 0, 3)
+        metrics = evaluate_robot(robot.acting_agent, robot, "eval", 0, 3)
         assert bool(metrics) == counted  # no episode left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -476,14 +476,14 @@ def test_hg_dagger_clones_the_human_it_meets(tmp_path):
 def test_only_sac_acts_with_noise(algorithm):
     """Imitation does not train the standard deviation, so it acts with the mean."""
     robot = Robot(Args(**TINY | dict(intervention_steps=0), algorithm=algorithm))
-    record = robot.take_turn(0, robot.policy.acting_weights())
+    record = robot.take_turn(0, robot.acting_agent.acting_weights())
     first_obs = {key: record["obs"][key] for key in robot.obs_shapes}
-    assert (record["actions"] == robot.policy.act(first_obs)).all() == (algorithm == "bc")
+    assert (record["actions"] == robot.acting_agent.act(first_obs)).all() == (algorithm == "bc")
 
 
 def test_interventions_become_rarer():
     robot = Robot(Args(intervention_steps=100))
-    weights = robot.policy.acting_weights()
+    weights = robot.acting_agent.acting_weights()
     probabilities = []
     for step in (0, 25, 100, 500):
         robot.is_done = True
