@@ -11,7 +11,7 @@
         step the environment; a human may replace the action                  (Robot.step)
     learner, for each transition that arrives:                                (main)
         store it in online_rb; a transition by the human also in demo_rb
-        `utd` times: draw a batch, a share `demo_ratio` of it from demo_rb     (sample_batch)
+        `utd` times: draw a batch, a share `demo_ratio` of it from demo_rb    (sample_batch)
             1 critics, 2 actor and temperature, 3 target networks             (agent.update)
         publish a copy of the weights to the actor
 
@@ -186,18 +186,22 @@ class Args:
 
 # --- networks ---
 class ActionLayout:
-    """Which dims of an action are continuous and which are grippers: -1 close, 0 stay, 1 open."""
+    """Which dims of an action are continuous and which are grippers.
+
+    A gripper closes at -1, stays at 0 and opens at 1.
+    """
 
     def __init__(self, action_dim, num_grippers):
         self.action_dim = action_dim
         self.num_grippers = num_grippers
-        # the last dim of each arm
+        # The last dim of each arm. Two arms with 7 dims each have grippers at 6 and 13.
         self.gripper = [action_dim * i // num_grippers - 1 for i in range(1, num_grippers + 1)]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
         self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
 
     def grasp_index(self, commands):
-        """left * 3 + right. Rounded: a human's 0.95 means open.  (N,grippers) -> (N,)"""
+        """Read the commands as digits of base 3. A human's 0.95 is rounded to 1, which opens.
+        (N,grippers) -> (N,)"""
         index = 0
         for command in torch.as_tensor(commands).unbind(-1):
             index = index * 3 + command.round().clamp(-1, 1).long() + 1
@@ -375,7 +379,7 @@ class SACHybridAgent(nn.Module):
         super().__init__()
         num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]
         self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
-        # HIL-SERL's choice: minus half of the number of action dims, grippers included
+        # HIL-SERL takes minus half of the number of action dims, grippers included.
         self.target_entropy = -0.5 * self.layout.action_dim
         obs_shapes = obs_shapes or dict.fromkeys(image_keys, (32, 32, 3))
         self.make_networks(args or Args(), obs_shapes, device)
@@ -421,7 +425,7 @@ class SACHybridAgent(nn.Module):
 
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
-        # Seeded by the number of the update: a resumed run needs no saved RNG state.
+        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
         torch.default_generator.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -460,15 +464,16 @@ class SACHybridAgent(nn.Module):
 
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
-        # 2 actor and temperature. The features are those from before the critics' step: they are
-        # one small step old, and a second pass through the encoder is saved.
+        # 2 actor and temperature
+        # The features were computed before the critics' step. They are one small step old, and
+        # this saves a second pass through the encoder.
         actor_losses = {}
         if train_actor:
             features = features.detach()
             alpha = self.alpha()
             mean, std = self.policy(features)
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # differs from SAC: the mean of the critics, not the minimum (RLPD, HIL-SERL)
+            # SAC takes the minimum of the critics. RLPD and HIL-SERL take their mean.
             objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             actor_losses["actor_loss"] = -objective.mean()
@@ -546,8 +551,8 @@ class SACHybridAgent(nn.Module):
         return copy.deepcopy(state)
 
     def load(self, checkpoint, args=None):
-        """Load final_model.pth: a path, or a loaded dict. The sizes come from the file, and the
-        options, too, unless `args` are given."""
+        """Load final_model.pth, given as a path or as a loaded dict. The sizes come from the file,
+        and so do the options, unless `args` are given."""
         if not isinstance(checkpoint, dict):
             checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
         args = args or Args(**checkpoint["args"])
@@ -561,7 +566,7 @@ class SACHybridAgent(nn.Module):
 
 
 # --- buffer ---
-# A transition is one numpy record: it is stored, compared and sent to other ranks as bytes.
+# A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
 RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode up to this step
 SCALARS = (
     "rewards",
@@ -582,7 +587,7 @@ def make_record_dtype(obs: dict[str, np.ndarray], action_dim) -> np.dtype:
 
 
 class FrameBuffer:
-    """A ring that stores each frame once: N transitions in E episodes take N + E frames.
+    """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
     Frames are numbered in the order they are written, and frame n is in slot n % capacity. A slot
     also has the transition that ends at its frame. `starts` has the number of the frame where that
@@ -660,7 +665,7 @@ class FrameBuffer:
 
 
 def check_memory(num_bytes):
-    """A buffer takes its memory only when it fills up: refuse a hopeless size at the start."""
+    """Refuse at the start what does not fit. A buffer takes its memory only while it fills up."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -668,7 +673,7 @@ def check_memory(num_bytes):
 
 
 def split_batch(batch_size, num_online, num_demo, demo_ratio):
-    """Rows from (online, demo): none from an empty buffer, repeated rows from a small one."""
+    """How many rows come from (online, demo). An empty buffer gives none."""
     if num_demo == 0:
         return batch_size, 0
     if num_online == 0:
@@ -900,7 +905,7 @@ class ActorThread(threading.Thread):
 
     def run(self):
         try:
-            for step in iter(self.step_queue.get, None):
+            for step in iter(self.step_queue.get, None):  # until a None arrives
                 record = self.robot.take_turn(step, self.published["weights"])
                 self.arrivals.put((self, record))
                 if record["dones"]:
@@ -985,7 +990,7 @@ def main(args: Args) -> dict[str, float]:
     is_resumed = args.resume and saved_path.exists()
     demos = []
     failures = []
-    if not is_resumed:  # before there is a run folder: a bad data file leaves nothing behind
+    if not is_resumed:  # there is no run folder yet, so a bad data file leaves nothing behind
         demos = read_demos(args.demo_paths, robot) or make_demos(robot, args.num_demos)
         failures = read_demos(args.failure_paths, robot)
     run = Run(args)
@@ -1214,7 +1219,7 @@ def axes_of(pose):
 
 
 class BarWorld(gym.Env):
-    """Learned grippers: hold every bar and lift it above 0.5. Fixed ones: reach its pose.
+    """With learned grippers, hold every bar and lift it above 0.5. With fixed ones, reach its pose.
 
     The pose of an arm is x, y, z, roll, pitch, yaw in [-1,1], with z in [0,1]. Only the image shows
     where the bar is. The reward is 1 on success, which ends the episode, and 0 before.
@@ -1331,7 +1336,7 @@ class BarWorld(gym.Env):
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
         arrives = (abs(self.pose + self.STEP * move - self.bar) < self.tolerance / 2).all(1)
         grip = np.where(arrives & self.is_open, -1, 0)  # close
-        grip[~self.is_open & ~self.is_held] = 1  # closed on nothing: open again
+        grip[~self.is_open & ~self.is_held] = 1  # it closed on nothing, so it opens again
         if self.is_clumsy:
             tremble = 0.35 if self.num_arms == 1 else 0.25
             move = 0.5 * move + self.np_random.normal(0, tremble, move.shape)
@@ -1413,7 +1418,7 @@ class DemoUnpickler(pickle.Unpickler):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # constants of numpy: a file cannot give them false flags
+        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 
@@ -1457,6 +1462,7 @@ def read_demos(paths, robot) -> list[np.ndarray]:
         try:
             transitions = load_transitions(path)
             size = len(transitions) * robot.record_dtype.itemsize
+            # A pickle can refer to one array many times, and each row becomes a copy.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
                 raise ValueError(f"it would become {size} bytes in memory")
             if not transitions:
@@ -1644,7 +1650,7 @@ def write_checkpoint(path: Path, **state):
 
 
 def save_run(run, agent, online_rb, demo_rb, progress):
-    """What --resume needs: latest.pth and the files of the buffers"""
+    """Write what --resume needs, which is latest.pth and the files of the buffers."""
     online_rb.file.flush()
     demo_rb.file.flush()
     progress.online_records = online_rb.num_records
@@ -1708,12 +1714,12 @@ def join_ranks():
 
 
 class RemoteRobot:
-    """A robot of another rank: rank 0 sends a step and weights, and receives a record."""
+    """A robot of another rank. Rank 0 sends a step and weights, and receives a record."""
 
     def __init__(self, record_dtype, peer):
         self.record_dtype = record_dtype
         self.peer = peer
-        self.group = dist.new_group([0, peer])  # one per pair: no actor waits for another
+        self.group = dist.new_group([0, peer])  # one per pair, so that no actor waits for another
 
     def take_turn(self, step, weights):
         """Called by rank 0"""
@@ -1727,7 +1733,7 @@ class RemoteRobot:
         dist.send(torch.tensor([-1]), self.peer, self.group)
 
     def serve(self, robot):
-        """Called by the other rank: take turns until rank 0 sends -1."""
+        """Called by the other rank. Take turns until rank 0 sends -1."""
         step = torch.tensor([0])
         weights = robot.acting_agent.acting_weights()
         while True:

@@ -1156,7 +1156,7 @@ class DemoUnpickler(pickle.Unpickler):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # constants of numpy: a file cannot give them false flags
+        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 
