@@ -11,20 +11,25 @@
         step the environment; a human may replace the action                  (Robot.step)
     learner, for each transition that arrives:                                (main)
         store it in online_rb; a transition by the human also in demo_rb
-        `utd` times: take half of the batch from each buffer                  (sample_batch)
+        `utd` times: draw a batch, a share `demo_ratio` of it from demo_rb    (sample_batch)
             1 critics, 2 actor and temperature, 3 target networks             (agent.update)
         publish a copy of the weights to the actor
 
 The arm is controlled by SAC, the gripper (close, stay, open) by double DQN on the same encoder. In
 the built-in environment an arm lifts a bar that only a camera shows. Its scripted human is slow,
-trembles and makes mistakes. Imitation ends below it; reinforcement learning is as reliable as the
-human, and twice as fast.
+trembles and makes mistakes. Imitation succeeds less often than this human. Reinforcement learning
+succeeds as often, and in half as many steps (docs/sac_hybrid.md has the measurements).
 
-What differs from HIL-SERL: no pretrained image encoder and no reward classifier. The added term
-`hybrid: bc` clones the demonstrations (--bc-weight 0: off). The gripper is marked `hybrid: grasp`.
+What differs from HIL-SERL:
+- There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
+  pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
+- The critics share the scale and bias of LayerNorm.
+- The lines marked `hybrid: bc` clone the motion of the arm, not the gripper, from demonstrations.
+  --bc-weight 0 turns them off. The lines marked `hybrid: grasp` belong to the gripper.
+- The built-in human takes over at a random step. A real one takes over when the policy errs.
 
 Shapes: N rows, A action dims, C continuous ones, G grasps, E critics, F features.
-The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
+The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
     python sac_hybrid.py --algorithm bc        # imitate the same human instead (HG-DAgger)
@@ -33,6 +38,7 @@ The algorithm comes first and ends with `main`; environment, data files and logg
 """
 
 import copy
+import inspect
 import io
 import json
 import math
@@ -46,7 +52,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -107,7 +113,7 @@ class Args:
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
-    eval_episodes: int = 10  # episodes of an evaluation; the best policy is kept (0: the last one)
+    eval_episodes: int = 10  # of an evaluation; the best policy is kept (0: keep the last policy)
     report_episodes: int = 50  # other episodes, which judge the final model (0: none)
     capture_video: bool = True  # write policy.gif: the first of the episodes that judge the model
     log_interval: int = 100  # steps between lines of metrics.jsonl
@@ -124,7 +130,7 @@ class Args:
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no demo_paths
     intervention_steps: int = 0  # its interventions become rarer, linearly to 0 at this step
-    timeout_terminal: bool = False  # treat a time limit as the end: no value beyond it
+    timeout_terminal: bool = False  # after a time limit, do not bootstrap from the next state
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
@@ -180,18 +186,22 @@ class Args:
 
 # --- networks ---
 class ActionLayout:
-    """Which dims of an action are continuous and which are grippers: -1 close, 0 stay, 1 open."""
+    """Which dims of an action are continuous and which are grippers.
+
+    A gripper closes at -1, stays at 0 and opens at 1.
+    """
 
     def __init__(self, action_dim, num_grippers):
         self.action_dim = action_dim
         self.num_grippers = num_grippers
-        # the last dim of each arm
+        # The last dim of each arm. Two arms with 7 dims each have grippers at 6 and 13.
         self.gripper = [action_dim * i // num_grippers - 1 for i in range(1, num_grippers + 1)]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
-        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers: one joint choice
+        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
 
     def grasp_index(self, commands):
-        """left * 3 + right. Rounded: a human's 0.95 means open.  (N,grippers) -> (N,)"""
+        """Read the commands as digits of base 3. A human's 0.95 is rounded to 1, which opens.
+        (N,grippers) -> (N,)"""
         index = 0
         for command in torch.as_tensor(commands).unbind(-1):
             index = index * 3 + command.round().clamp(-1, 1).long() + 1
@@ -232,7 +242,10 @@ class EnsembleLinear(nn.Module):
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)"""
+    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+
+    Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
+    """
 
     def __init__(self, num_critics, in_dim, hidden_size, layer_norm):
         super().__init__()
@@ -248,8 +261,8 @@ def embedding(in_dim, out_dim):
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions down to 16 pixels, then the positions of 16 features in the image (spatial
-    softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
+    """Convolutions down to 16 rows of pixels, then the positions of 16 features in the image
+    (spatial softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
 
     def __init__(self, image_shape):
         super().__init__()
@@ -283,7 +296,10 @@ class Encoder(nn.Module):
         state_dim = sum(math.prod(obs_shapes[key]) for key in self.vector_keys)
         self.dim = state_dim
         if self.image_keys:  # one encoder for all cameras
-            self.image = ImageEncoder(obs_shapes[self.image_keys[0]])
+            image_shapes = [obs_shapes[key] for key in self.image_keys]
+            if len({channels for *_, channels in image_shapes}) > 1:
+                raise ValueError(f"cameras differ in their number of channels: {image_shapes}")
+            self.image = ImageEncoder(max(image_shapes))  # the one with the most rows of pixels
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -292,7 +308,7 @@ class Encoder(nn.Module):
     def forward(self, obs):
         parts = []
         for key in self.image_keys:
-            image = obs[key].permute(0, 3, 1, 2).float() / 255 - 0.5  # only here
+            image = obs[key].permute(0, 3, 1, 2).float() / 255 - 0.5
             parts.append(self.image(image))
         if self.vector_keys:
             state = torch.cat([obs[key] for key in self.vector_keys], 1)
@@ -363,7 +379,7 @@ class SACHybridAgent(nn.Module):
         super().__init__()
         num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]
         self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
-        # HIL-SERL's choice: half of the action dims, grippers included
+        # HIL-SERL takes minus half of the number of action dims, grippers included.
         self.target_entropy = -0.5 * self.layout.action_dim
         obs_shapes = obs_shapes or dict.fromkeys(image_keys, (32, 32, 3))
         self.make_networks(args or Args(), obs_shapes, device)
@@ -376,7 +392,7 @@ class SACHybridAgent(nn.Module):
         num_continuous = len(self.layout.continuous)
         encoder = Encoder(obs_shapes)
         self.critic = nn.ModuleDict()
-        self.critic["encoder"] = encoder  # trained by the critics only
+        self.critic["encoder"] = encoder  # the actor's loss of SAC does not train it
         self.critic["qf"] = QEnsemble(
             args.num_critics, encoder.dim + num_continuous, args.hidden_size, args.layer_norm
         )
@@ -386,6 +402,7 @@ class SACHybridAgent(nn.Module):
             )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
         self.actor = mlp(encoder.dim, 2 * num_continuous, args.hidden_size, args.layer_norm)
+        # the inverse of the softplus in `alpha`
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -408,7 +425,7 @@ class SACHybridAgent(nn.Module):
 
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
-        # Seeded by the number of the update: a resumed run needs no saved RNG state.
+        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
         torch.default_generator.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -447,14 +464,16 @@ class SACHybridAgent(nn.Module):
 
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
-        # 2 actor and temperature, on features that only the critics train
+        # 2 actor and temperature
+        # The features were computed before the critics' step. They are one small step old, and
+        # this saves a second pass through the encoder.
         actor_losses = {}
         if train_actor:
             features = features.detach()
             alpha = self.alpha()
             mean, std = self.policy(features)
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # differs from SAC: the mean of the critics, not the minimum (RLPD, HIL-SERL)
+            # SAC takes the minimum of the critics. RLPD and HIL-SERL take their mean.
             objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             actor_losses["actor_loss"] = -objective.mean()
@@ -477,7 +496,8 @@ class SACHybridAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def update_bc(self, batch: dict) -> dict:
-        """--algorithm bc: regress the motion of the arm, classify the gripper command."""
+        """--algorithm bc regresses the motion of the arm and classifies the gripper command. This
+        loss also trains the encoder, and it does not train the standard deviation."""
         self.updates += 1
         features = self.critic.encoder(batch["obs"])
         mean, _ = self.policy(features)
@@ -531,8 +551,8 @@ class SACHybridAgent(nn.Module):
         return copy.deepcopy(state)
 
     def load(self, checkpoint, args=None):
-        """Load final_model.pth: a path, or a loaded dict. The sizes come from the file, and the
-        options, too, unless `args` are given."""
+        """Load final_model.pth, given as a path or as a loaded dict. The sizes come from the file,
+        and so do the options, unless `args` are given."""
         if not isinstance(checkpoint, dict):
             checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
         args = args or Args(**checkpoint["args"])
@@ -546,7 +566,7 @@ class SACHybridAgent(nn.Module):
 
 
 # --- buffer ---
-# A transition is one numpy record: it is stored, compared and sent to other ranks as bytes.
+# A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
 RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode up to this step
 SCALARS = (
     "rewards",
@@ -567,11 +587,18 @@ def make_record_dtype(obs: dict[str, np.ndarray], action_dim) -> np.dtype:
 
 
 class FrameBuffer:
-    """A ring that stores each frame once: N transitions in E episodes take N + E frames.
+    """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frames are numbered in the order they are written. A slot holds a frame and the transition that
-    ends there; `starts` has the number of the frame where that transition starts (-1: nowhere).
-    All records are also appended to a file. A resumed run stores them again.
+    Frames are numbered in the order they are written, and frame n is in slot n % capacity. A slot
+    also has the transition that ends at its frame. `starts` has the number of the frame where that
+    transition starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes
+    a -> b -> c and then d -> e are stored so:
+
+        frame number   0    1    2    3    4
+        frame          a    b    c    d    e     e overwrites a, in slot 0
+        start         -1    0    1   -1    3     a -> b is lost, because frame 0 is gone
+
+    All records are also appended to a file, which grows without limit. A resumed run reads it.
     """
 
     def __init__(self, capacity, record_dtype, path=os.devnull):
@@ -583,7 +610,7 @@ class FrameBuffer:
         self.slots = np.zeros(capacity, slot_dtype)
         self.starts = np.full(capacity, -1)
         self.num_frames = 0
-        self.newest = {}  # rank of an actor -> number of its newest frame
+        self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
         self.file = open(path, "ab")
         self.num_records = 0  # in the file
 
@@ -595,7 +622,7 @@ class FrameBuffer:
     def __len__(self):
         return len(self.ends())
 
-    def frames(self, numbers):
+    def read_frames(self, numbers):
         return self.slots["next_obs"][numbers % len(self.slots)]
 
     def append(self, frame, record, start) -> int:
@@ -607,14 +634,15 @@ class FrameBuffer:
         return self.num_frames - 1
 
     def store(self, record):
-        """A frame is shared with the transition before only if both are equal: no transition
-        crosses a gap or the end of an episode."""
+        """Start at the last frame of the same actor if it equals the first frame of this record.
+        Otherwise an episode begins, or records are missing, and the first frame is written, too."""
         actor = int(record["ranks"])
-        start = self.newest.get(actor, -math.inf)  # no frame: like one that is overwritten
-        is_overwritten = start <= self.num_frames - len(self.slots)
-        if is_overwritten or self.frames(start).tobytes() != record["obs"].tobytes():
+        start = self.newest_frame.get(actor)
+        oldest_after_this = self.num_frames + 1 - len(self.slots)  # one frame is overwritten
+        is_kept = start is not None and start >= oldest_after_this
+        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
             start = self.append(record["obs"], record, -1)
-        self.newest[actor] = self.append(record["next_obs"], record, start)
+        self.newest_frame[actor] = self.append(record["next_obs"], record, start)
 
     def insert(self, record):
         self.store(record)
@@ -624,7 +652,7 @@ class FrameBuffer:
     def sample(self, num_rows, rng):
         """Draw with replacement.  -> slots where transitions end (N,), first frames (N,)"""
         ends = rng.choice(self.ends(), num_rows)
-        return self.slots[ends], self.frames(self.starts[ends])
+        return self.slots[ends], self.read_frames(self.starts[ends])
 
     def load(self, num_records):
         """Continue after this many records of the file; a kill may have left more of them."""
@@ -637,7 +665,7 @@ class FrameBuffer:
 
 
 def check_memory(num_bytes):
-    """A buffer takes its memory only when it fills up: refuse a hopeless size at the start."""
+    """Refuse at the start what does not fit. A buffer takes its memory only while it fills up."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -645,7 +673,7 @@ def check_memory(num_bytes):
 
 
 def split_batch(batch_size, num_online, num_demo, demo_ratio):
-    """Rows from (online, demo): none from an empty buffer, repeated rows from a small one."""
+    """How many rows come from (online, demo). An empty buffer gives none."""
     if num_demo == 0:
         return batch_size, 0
     if num_online == 0:
@@ -742,13 +770,21 @@ class Robot:
         self.center = (space.high + space.low) / 2
         self.scale = (space.high - space.low) / 2
         self.layout = ActionLayout(space.shape[0], num_grippers)
+        if not self.layout.continuous:
+            sys.exit(f"{args.env_id}: --setup-mode {args.setup_mode} leaves no continuous action")
+        print(f"action dims: {self.layout.continuous} continuous, {self.layout.gripper} gripper")
+        self.takes_seed = (
+            isinstance(self.env, gym.Env) or "seed" in inspect.signature(self.env.reset).parameters
+        )
+        if not self.takes_seed:
+            print("reset() takes no seed: evaluations of different runs have different episodes")
         self.obs_shapes = {}
         self.reset(seed=0)
         self.obs_shapes = {key: value.shape for key, value in self.obs.items()}
         print(f"the policy sees {self.obs_shapes}")
         self.record_dtype = make_record_dtype(self.obs, space.shape[0])
         self.is_done = True  # the first turn starts an episode
-        self.policy = self.make_agent("cpu")
+        self.acting_agent = self.make_agent("cpu")
 
     def make_agent(self, device):
         return SACHybridAgent(
@@ -771,7 +807,7 @@ class Robot:
 
     def reset(self, seed, allow_intervention=False):
         getattr(self.env, "unwrapped", self.env).allow_intervention = allow_intervention
-        if isinstance(self.env, gym.Env):
+        if self.takes_seed:
             raw, _ = self.env.reset(seed=seed)
         else:
             raw, _ = self.env.reset()
@@ -831,7 +867,7 @@ class Robot:
 
     def take_turn(self, step, weights) -> np.ndarray:
         """One environment step with these weights of the policy.  -> its record"""
-        nn.utils.vector_to_parameters(weights, self.policy.acting_parameters())
+        nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
         rng = random_numbers(self.args.seed, "step", step)
         if self.is_done:
             if self.args.intervention_steps:
@@ -840,28 +876,36 @@ class Robot:
         if step < self.args.random_steps:
             action = rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
             action[self.layout.gripper] = rng.integers(-1, 2, self.layout.num_grippers)
+        elif self.args.algorithm == "bc":
+            action = self.acting_agent.act(
+                self.obs
+            )  # imitation does not train the standard deviation
         else:
             noise = rng.standard_normal(len(self.layout.continuous), np.float32)
-            action = self.policy.act(self.obs, torch.from_numpy(noise))
+            action = self.acting_agent.act(self.obs, torch.from_numpy(noise))
         return self.step(action)
 
 
 class ActorThread(threading.Thread):
-    """Takes one turn for each number in the queue `steps`, with the newest published weights.
-    Where an episode ends it waits for the learner, which evaluates and saves there."""
+    """Takes one turn for each number in `step_queue`, with the newest published weights.
+
+    The learner puts a number into the queue for each record it has used. With --max-lead 0 the two
+    therefore alternate strictly. A larger lead lets the actor move on while the learner works.
+    Where an episode ends the actor waits for the learner, which evaluates and saves there.
+    """
 
     def __init__(self, robot, published, arrivals):
         super().__init__(daemon=True)
         self.robot = robot
         self.published = published
         self.arrivals = arrivals
-        self.steps = queue.Queue()
+        self.step_queue = queue.Queue()
         self.next_episode = threading.Semaphore(0)
         self.is_stopped = False
 
     def run(self):
         try:
-            for step in iter(self.steps.get, None):
+            for step in iter(self.step_queue.get, None):  # until a None arrives
                 record = self.robot.take_turn(step, self.published["weights"])
                 self.arrivals.put((self, record))
                 if record["dones"]:
@@ -873,7 +917,7 @@ class ActorThread(threading.Thread):
 
     def stop(self):
         self.is_stopped = True
-        self.steps.put(None)
+        self.step_queue.put(None)
         self.next_episode.release()
         self.join()
 
@@ -889,7 +933,8 @@ def play(robot, act, seed) -> np.ndarray:
 
 # --- evaluate ---
 def evaluate_robot(agent, robot, group, first_seed, num_episodes) -> dict:
-    """Mean action, the same episodes in every run. Episodes with a human do not count."""
+    """Act with the mean. Episode i has the seed first_seed + i, so that all runs play the same
+    episodes. An episode in which a human intervenes does not count."""
     last_records = []
     for episode in range(num_episodes):
         records = play(robot, agent.act, first_seed + episode)
@@ -914,8 +959,8 @@ class Progress:
 
     global_step: int = 0
     updates_due: float = 0.0
-    intervention_steps: int = 0
-    intervention_count: int = 0
+    human_steps: int = 0
+    human_takeovers: int = 0
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     online_records: int = 0  # in the files of the buffers
@@ -945,7 +990,7 @@ def main(args: Args) -> dict[str, float]:
     is_resumed = args.resume and saved_path.exists()
     demos = []
     failures = []
-    if not is_resumed:  # before there is a run folder: a bad data file leaves nothing behind
+    if not is_resumed:  # there is no run folder yet, so a bad data file leaves nothing behind
         demos = read_demos(args.demo_paths, robot) or make_demos(robot, args.num_demos)
         failures = read_demos(args.failure_paths, robot)
     run = Run(args)
@@ -963,13 +1008,13 @@ def main(args: Args) -> dict[str, float]:
     for record in demos:
         demo_rb.insert(record)
 
-    steps = iter(range(progress.global_step, args.max_steps))
+    steps_to_take = iter(range(progress.global_step, args.max_steps))
     published = {"weights": agent.acting_weights()}
     arrivals = queue.Queue()  # (actor, record) pairs
     actors = [ActorThread(each, published, arrivals) for each in remote_robots or [robot]]
     for actor in actors:
         for _ in range(args.max_lead + 1):
-            actor.steps.put(next(steps, None))
+            actor.step_queue.put(next(steps_to_take, None))
         actor.start()
 
     metrics = {}
@@ -989,8 +1034,8 @@ def main(args: Args) -> dict[str, float]:
         online_rb.insert(record)
         if record["interventions"]:
             demo_rb.insert(record)
-        progress.intervention_steps += int(record["interventions"])
-        progress.intervention_count += int(record["takeovers"])
+        progress.human_steps += int(record["interventions"])
+        progress.human_takeovers += int(record["takeovers"])
         if record["dones"]:
             progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
         rollout_time = time.time() - start_time
@@ -1024,7 +1069,7 @@ def main(args: Args) -> dict[str, float]:
             row = evaluate_robot(agent, robot, "eval", 10_000, args.eval_episodes)
         if row:
             score = [row["eval/success_rate"], row["eval/episodic_return"]]
-            score.append(-row["eval/episodic_length"])  # as good, and faster
+            score.append(-row["eval/episodic_length"])  # of equal policies, prefer the faster one
             if score >= progress.best_score:
                 progress.best_score = score
                 progress.best_agent = agent.checkpoint()
@@ -1033,8 +1078,8 @@ def main(args: Args) -> dict[str, float]:
         if is_last or progress.global_step % args.log_interval == 0:
             row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
             row |= {
-                "charts/intervention_steps": progress.intervention_steps,
-                "charts/intervention_count": progress.intervention_count,
+                "charts/intervention_steps": progress.human_steps,
+                "charts/intervention_count": progress.human_takeovers,
                 "charts/updates": agent.updates,
                 "charts/SPS": progress.global_step / (time.time() - run.start_time),
                 "losses/skipped_steps": agent.skipped_steps.item(),
@@ -1062,7 +1107,7 @@ def main(args: Args) -> dict[str, float]:
             is_save_due = False
             if signals.received:
                 break
-        actor.steps.put(next(steps, None))
+        actor.step_queue.put(next(steps_to_take, None))
         if record["dones"]:
             actor.next_episode.release()
 
@@ -1139,7 +1184,14 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
 
 # --- task: environments ---
 def make_env(args: Args):
-    """The built-in environment, a class in file.py:Class, or a Gymnasium id."""
+    """The built-in environment, a class in file.py:Class, or a Gymnasium id.
+
+    A class needs reset() and step(), and its constructor gets --image-keys (all names, those of
+    vectors, too) and the number of action dims. It may also have action_space, render() and
+    close(). It gets an attribute `allow_intervention`: if this is False, no human may act. step()
+    may put into its info: "intervene_action", what a human did instead of the action, and
+    "succeed", "success" or "is_success". Without these, success is a reward at the end.
+    """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
         return BarWorld(args.setup_mode, args.human)
@@ -1167,7 +1219,7 @@ def axes_of(pose):
 
 
 class BarWorld(gym.Env):
-    """Learned grippers: hold every bar and lift it above 0.5. Fixed ones: reach its pose.
+    """With learned grippers, hold every bar and lift it above 0.5. With fixed ones, reach its pose.
 
     The pose of an arm is x, y, z, roll, pitch, yaw in [-1,1], with z in [0,1]. Only the image shows
     where the bar is. The reward is 1 on success, which ends the episode, and 0 before.
@@ -1284,7 +1336,7 @@ class BarWorld(gym.Env):
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
         arrives = (abs(self.pose + self.STEP * move - self.bar) < self.tolerance / 2).all(1)
         grip = np.where(arrives & self.is_open, -1, 0)  # close
-        grip[~self.is_open & ~self.is_held] = 1  # closed on nothing: open again
+        grip[~self.is_open & ~self.is_held] = 1  # it closed on nothing, so it opens again
         if self.is_clumsy:
             tremble = 0.35 if self.num_arms == 1 else 0.25
             move = 0.5 * move + self.np_random.normal(0, tremble, move.shape)
@@ -1366,7 +1418,7 @@ class DemoUnpickler(pickle.Unpickler):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # constants of numpy: a file cannot give them false flags
+        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 
@@ -1378,8 +1430,9 @@ def load_transitions(path) -> list[dict]:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
+    # numpy marks the dtype of big-endian numbers by this string; other files have no use for it
     if any(argument == ">" for _, argument, _ in pickletools.genops(data)):
-        raise ValueError("big-endian numbers are not supported")
+        raise ValueError('it has the string ">", and big-endian numbers are not supported')
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
@@ -1409,6 +1462,7 @@ def read_demos(paths, robot) -> list[np.ndarray]:
         try:
             transitions = load_transitions(path)
             size = len(transitions) * robot.record_dtype.itemsize
+            # A pickle can refer to one array many times, and each row becomes a copy.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
                 raise ValueError(f"it would become {size} bytes in memory")
             if not transitions:
@@ -1454,7 +1508,7 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
         return act(obs)
 
     records = play(robot, act_and_film, seed)
-    result = "success" if records["success_rate"][-1] else "time-out"
+    result = "success" if records["success_rate"][-1] else "failure"
     pictures.append(take_picture(robot, f"{player}, step {len(pictures)}: {result}"))
     return pictures
 
@@ -1564,12 +1618,13 @@ def parse_args() -> Args:
         options = {}
         if typed.env_id == BUILT_IN:
             options = BAR_WORLD
-            print(f"defaults for {BUILT_IN}: {options}")
+            if os.environ.get("RANK", "0") == "0":  # of torchrun; one process prints
+                print(f"defaults for {BUILT_IN}: {options}")
         return tyro.cli(Args, description=__doc__, default=Args(**options))
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
-    for option in fields(Args):
-        setattr(saved_args, option.name, saved.get(option.name, option.default))
+    saved_args = object.__new__(Args)  # not checked, because a typed option may replace a bad one
+    for name, default in vars(Args()).items():
+        setattr(saved_args, name, saved.get(name, default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
     for name, value in asdict(args).items():
         old_value = getattr(saved_args, name)
@@ -1595,7 +1650,7 @@ def write_checkpoint(path: Path, **state):
 
 
 def save_run(run, agent, online_rb, demo_rb, progress):
-    """What --resume needs: latest.pth and the files of the buffers"""
+    """Write what --resume needs, which is latest.pth and the files of the buffers."""
     online_rb.file.flush()
     demo_rb.file.flush()
     progress.online_records = online_rb.num_records
@@ -1607,7 +1662,8 @@ def save_run(run, agent, online_rb, demo_rb, progress):
 
 def load_run(run, agent) -> Progress:
     """Restore the agent and the logged rows."""
-    state = torch.load(run.dir / "latest.pth", map_location="cpu", weights_only=True)
+    device = agent.raw_alpha.device  # the losses of the next updates are there, too
+    state = torch.load(run.dir / "latest.pth", map_location=device, weights_only=True)
     agent.load(state["agent"], agent.args)
     run.rows = state["rows"]
     if run.rows:
@@ -1658,12 +1714,12 @@ def join_ranks():
 
 
 class RemoteRobot:
-    """A robot of another rank: rank 0 sends a step and weights, and receives a record."""
+    """A robot of another rank. Rank 0 sends a step and weights, and receives a record."""
 
     def __init__(self, record_dtype, peer):
         self.record_dtype = record_dtype
         self.peer = peer
-        self.group = dist.new_group([0, peer])  # one per pair: no actor waits for another
+        self.group = dist.new_group([0, peer])  # one per pair, so that no actor waits for another
 
     def take_turn(self, step, weights):
         """Called by rank 0"""
@@ -1677,9 +1733,9 @@ class RemoteRobot:
         dist.send(torch.tensor([-1]), self.peer, self.group)
 
     def serve(self, robot):
-        """Called by the other rank: take turns until rank 0 sends -1."""
+        """Called by the other rank. Take turns until rank 0 sends -1."""
         step = torch.tensor([0])
-        weights = robot.policy.acting_weights()
+        weights = robot.acting_agent.acting_weights()
         while True:
             dist.recv(step, 0, self.group)
             if step < 0:

@@ -257,7 +257,10 @@ class EnsembleLinear(nn.Module):
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)"""
+    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+
+    Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
+    """
 
     def __init__(self, num_critics, in_dim, hidden_size, layer_norm):
         super().__init__()
@@ -1153,7 +1156,7 @@ class DemoUnpickler(pickle.Unpickler):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # constants of numpy: a file cannot give them false flags
+        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 

@@ -49,6 +49,15 @@ def test_a_gap_or_an_end_costs_one_more_frame():
     assert len(buffer) == 4 and buffer.num_frames == 6  # N + E frames
 
 
+def test_the_example_of_the_docstring():
+    a, b, c, d, e = 10, 11, 12, 20, 21
+    buffer = FrameBuffer(4, RECORD)
+    for start, end in ((a, b), (b, c), (d, e)):
+        buffer.insert(record(start, end))
+    assert buffer.starts.tolist() == [3, 0, 1, -1]  # of the frames e, b, c, d
+    assert pairs(buffer) == {(b, c), (d, e)}
+
+
 def test_a_frame_is_stored_once():
     """200 000 frames of 64 pixels take 2.46 GB, which is not touched before it is used."""
     dtype = make_record_dtype({"image": np.zeros((64, 64, 3), np.uint8)}, action_dim=7)

@@ -379,10 +379,19 @@ def test_cameras_with_other_channels_are_refused():
         return agent.act({key: np.zeros(shape, np.uint8) for key, shape in shapes.items()})
 
     shapes = {"left": (8, 8, 3), "depth": (8, 8, 1)}
-    with pytest.raises(RuntimeError, match="to have 3 channels, but got 1"):
+    with pytest.raises(ValueError, match="number of channels"):
         act(shapes)
     shapes["depth"] = (16, 16, 3)  # two sizes are no problem
     assert np.isfinite(act(shapes)).all()
+
+
+@pytest.mark.parametrize("order", [["small", "large"], ["large", "small"]])
+def test_the_image_encoder_fits_the_largest_camera(order):
+    """64 rows are halved twice to become 16, whichever camera comes first."""
+    shapes = {"small": (16, 16, 3), "large": (64, 64, 3)}
+    encoder = sac_hybrid.Encoder({key: shapes[key] for key in order})
+    maps = encoder.image.conv(torch.zeros(1, 3, 64, 64))
+    assert maps.shape == (1, 16, 16, 16)
 
 
 def test_load_gives_the_same_agent(tmp_path):

@@ -282,7 +282,7 @@ def buffers_of(monkeypatch):
 def stored(buffer):
     """-> slots and first frames of all transitions, in order"""
     ends = buffer.ends()
-    return buffer.slots[ends], buffer.frames(buffer.starts[ends])
+    return buffer.slots[ends], buffer.read_frames(buffer.starts[ends])
 
 
 def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
@@ -325,7 +325,7 @@ def test_stay_repeats_the_last_command(tmp_path):
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
-        metrics = evaluate_robot(robot.policy, robot, "eval", 0, 3)
+        metrics = evaluate_robot(robot.acting_agent, robot, "eval", 0, 3)
         assert bool(metrics) == counted  # no episode left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -413,6 +413,29 @@ def test_a_gymnasium_environment_with_box_observations(tmp_path):
         Robot(Args(env_id="CartPole-v1"))
 
 
+def test_a_gripper_needs_another_action_dim():
+    with pytest.raises(SystemExit, match="leaves no continuous action"):
+        Robot(Args(env_id="Pendulum-v1"))
+
+
+def test_a_class_with_a_seed_gets_it_and_one_without_is_named(tmp_path, capsys):
+    source = (
+        OWN
+        + """
+
+class Seeded(Polite):
+    def reset(self, seed):
+        self.seed = seed
+        return super().reset()
+"""
+    )
+    robot = Robot(own(tmp_path, "Seeded", source))
+    robot.reset(7)
+    assert robot.env.seed == 7 and "takes no seed" not in capsys.readouterr().out
+    Robot(own(tmp_path, "Polite"))
+    assert "reset() takes no seed" in capsys.readouterr().out
+
+
 def test_an_action_that_cannot_move_is_refused(tmp_path):
     source = (
         OWN
@@ -449,9 +472,18 @@ def test_hg_dagger_clones_the_human_it_meets(tmp_path):
     assert metrics["buffer/demo_size"] - num_demos == metrics["charts/intervention_steps"] > 0
 
 
+@pytest.mark.parametrize("algorithm", ["bc", "sac"])
+def test_only_sac_acts_with_noise(algorithm):
+    """Imitation does not train the standard deviation, so it acts with the mean."""
+    robot = Robot(Args(**TINY | dict(intervention_steps=0), algorithm=algorithm))
+    record = robot.take_turn(0, robot.acting_agent.acting_weights())
+    first_obs = {key: record["obs"][key] for key in robot.obs_shapes}
+    assert (record["actions"] == robot.acting_agent.act(first_obs)).all() == (algorithm == "bc")
+
+
 def test_interventions_become_rarer():
     robot = Robot(Args(intervention_steps=100))
-    weights = robot.policy.acting_weights()
+    weights = robot.acting_agent.acting_weights()
     probabilities = []
     for step in (0, 25, 100, 500):
         robot.is_done = True
@@ -573,6 +605,33 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--seed", "7"])
     with pytest.raises(SystemExit, match="cannot change --seed from 1"):
         parse_args()
+
+
+def test_resume_of_a_file_without_some_options(tmp_path, monkeypatch):
+    """A file of another version may lack an option, a list, too: it has its default."""
+    (tmp_path / "args.json").write_text(json.dumps({"seed": 3}))
+    monkeypatch.setattr(sys, "argv", ["x", "--run-dir", str(tmp_path), "--resume"])
+    args = parse_args()
+    assert (args.seed, args.demo_paths, args.image_keys, args.lr) == (3, [], [], 3e-4)
+
+
+def test_resumed_losses_are_on_the_device_of_the_agent(tmp_path):
+    """The loss of the next update is there, and both are averaged in one tensor."""
+    run = mock.Mock(dir=tmp_path, rows=[])
+    losses = [{"losses/critic_loss": torch.tensor(1.0)}]
+    state = dict(agent={}, rows=[], progress=dict(losses=losses))
+    sac_hybrid.write_checkpoint(tmp_path / "latest.pth", **state)
+    agent = mock.Mock(raw_alpha=torch.empty((), device="meta"))  # stands for a GPU
+    progress = sac_hybrid.load_run(run, agent)
+    assert progress.losses[0]["losses/critic_loss"].device.type == "meta"
+
+
+def test_one_rank_prints_the_defaults(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x"])
+    for rank, is_printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        parse_args()
+        assert ("defaults for" in capsys.readouterr().out) == is_printed
 
 
 def test_another_utd_on_resume_neither_bursts_nor_stalls(tmp_path):
