@@ -67,6 +67,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
+PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 steps are more than its online_steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -179,18 +180,27 @@ class Args:
         for name in (
             "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
             "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
+            "demo_weight", "success_weight_bonus",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in ("warmup_steps", "warmup_rollout_steps", "online_steps", "cql_alpha"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+        for name in (
+            "warmup_steps", "warmup_rollout_steps", "online_steps", "cql_alpha", "bc_weight",
+            "obs_noise", "early_stop_patience",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
         for name in (
             "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
             "min_offline_ratio", "retention_ratio", "priority_alpha",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
+        if 0 < self.online_steps <= self.warmup_rollout_steps:
+            raise ValueError(
+                "--online-steps must be 0 or more than --warmup-rollout-steps, "
+                "else the agent never learns online"
+            )
         if self.min_offline_ratio > self.initial_offline_ratio:
             raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
         if self.initial_offline_ratio and not self.retention_ratio:
@@ -199,8 +209,12 @@ class Args:
             )
         if (self.learner or self.demo_path) and not self.checkpoint_path:
             raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.learner and bool(self.demo_path) != bool(self.initial_offline_ratio):
-            raise ValueError("--learner needs --demo-path, except if --initial-offline-ratio is 0")
+        if self.learner and self.initial_offline_ratio and not self.demo_path:
+            raise ValueError("--learner needs --demo-path if --initial-offline-ratio is not 0")
+        if self.learner and self.demo_path and not self.initial_offline_ratio:
+            raise ValueError("--initial-offline-ratio is 0: --learner would not use --demo-path")
+        if self.checkpoint_path and not self.learner and not self.warmup_steps:
+            raise ValueError("--checkpoint-path needs --learner or --warmup-steps of 1 or more")
         if self.checkpoint_path and not self.demo_path and not self.learner:
             self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
         if self.has_data() and not self.needs_data():
@@ -328,16 +342,20 @@ def return_to_go(rewards, gamma) -> np.ndarray:
     return returns
 
 
-def has_succeeded(trajectory) -> bool:
-    """Files do not store success: the episode terminated with its largest, positive reward."""
-    rewards = trajectory["rewards"]
-    return bool(trajectory["masks"][-1] == 0 and rewards[-1] == max(rewards) > 0)
+def has_succeeded(rewards, terminated, info=()) -> bool:
+    """Whether an episode succeeded. `info` of the last step says it in some environments. Otherwise,
+    and for data files, the episode terminated, and only its last reward is positive."""
+    for name in ("is_success", "success", "succeed"):
+        if name in info:
+            return bool(info[name])
+    return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
 def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> float:
     """Mean of three scores in [0,1]: success, return within its range, and length."""
     low, high = return_range
-    success = has_succeeded(trajectory)
+    terminated = trajectory["masks"][-1] == 0
+    success = has_succeeded(trajectory["rewards"], terminated)
     return_score = 0.5
     if high > low:
         return_score = np.clip((sum(trajectory["rewards"]) - low) / (high - low), 0, 1)
@@ -345,7 +363,7 @@ def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> f
     length_score = 0.5
     if success:
         length_score = 1 - lateness / 2  # an early success is better
-    elif trajectory["masks"][-1] == 0:
+    elif terminated:
         length_score = lateness / 2  # a late failure is better
     return float((success + return_score + length_score) / 3)
 
@@ -422,7 +440,8 @@ class WarmupAgent(nn.Module):
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
         args = self.args
         # Seeded by the number of the update: a resumed run needs no saved RNG state.
-        torch.default_generator.manual_seed(args.seed * 1_000_003 + self.updates)
+        # All devices are seeded, because dropout draws on the device of the network.
+        torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
         # 1 critics
@@ -706,13 +725,6 @@ EVAL_SEED = 10_000  # of the first evaluation episode
 VIDEO_SEED = 10_006  # of the filmed one, where the pendulum hangs down
 
 
-def is_success(info, terminated, reward) -> bool:
-    for name in ("is_success", "success", "succeed"):
-        if name in info:
-            return bool(info[name])
-    return bool(terminated and reward > 0)
-
-
 def play_episode(env, act, seed):
     """One episode of act(obs).  -> transitions as in data files, whether it succeeded"""
     obs, _ = env.reset(seed=seed)
@@ -732,7 +744,8 @@ def play_episode(env, act, seed):
         )
         transitions.append(transition)
         obs = next_obs
-    return transitions, is_success(info, terminated, reward)
+    rewards = [transition["rewards"] for transition in transitions]
+    return transitions, has_succeeded(rewards, terminated, info)
 
 
 def explore(agent, obs, env_steps, rng) -> np.ndarray:
@@ -1013,7 +1026,9 @@ def finish_run(args, run, agent, env):
     print(f"eval/episodic_return {first:.1f} -> {last:.1f}, {steps}, {run.rows[-1]['time']:.0f} s")
     print(f"the pictures are in {run.dir}")
     if args.checkpoint_path and not args.learner:
-        files = f"--checkpoint-path {args.checkpoint_path} --demo-path {args.demo_path}"
+        files = f"--checkpoint-path {args.checkpoint_path}"
+        if args.initial_offline_ratio:
+            files += f" --demo-path {args.demo_path}"
         print(f"train online: python wsrl_warmup.py --learner {files}")
     else:
         print(f"load the model: WarmupAgent.load('{run.dir}/final_model.pth')")
@@ -1024,6 +1039,7 @@ def make_gym_env(env_id):
     """A Gymnasium environment with float32 vectors as observations and actions in [-1,1]"""
     env = gym.make(env_id)
     if "rgb_array" in env.metadata.get("render_modes", []):
+        env.close()
         env = gym.make(env_id, render_mode="rgb_array")
     actions = env.action_space
     is_box = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
@@ -1128,11 +1144,14 @@ def make_data(args) -> dict:
     elif args.env_id != BUILT_IN:
         sys.exit(f"--make-data needs --expert-path: there is no script for {args.env_id}")
     folder = Path(args.make_data)
+    if folder.exists():
+        sys.exit(f"--make-data {folder} already exists; no data are overwritten")
     folder.mkdir(parents=True)
     for source in SOURCES:
         transitions = make_source(env, expert, source, args.seed)
         (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
         print(f"wrote {len(transitions)} transitions to {folder / source}.pkl")
+    env.close()
     return {}
 
 
@@ -1185,11 +1204,21 @@ def to_vector(name, value) -> np.ndarray:
     return value.astype(np.float32)
 
 
+def fill_columns(transition) -> dict:
+    """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
+    termination. Without `dones` a time limit shows only where a row does not continue the last."""
+    if "dones" in transition:
+        return RATINGS | {"masks": 1.0 - transition["dones"]} | transition
+    if "masks" in transition:
+        return RATINGS | {"dones": 1.0 - transition["masks"]} | transition
+    raise ValueError("it has neither masks nor dones: expected at least one of them")
+
+
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
     rows = np.zeros(len(transitions), make_row_dtype(env))
     for i, transition in enumerate(transitions):
-        transition = RATINGS | {"masks": 1.0 - transition["dones"]} | transition
+        transition = fill_columns(transition)
         for name, column in COLUMNS.items():
             value = transition[name]
             if isinstance(value, dict):
@@ -1217,9 +1246,12 @@ def read_source(path, env) -> np.ndarray:
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
             raise ValueError(f"it would become {size} bytes in memory")
-        return to_rows(transitions, env)
+        rows = to_rows(transitions, env)
     except Exception as error:  # a damaged file can raise any type
         sys.exit(f"data file {path}: {type(error).__name__}: {error}")
+    if "masks" not in transitions[0]:
+        print(f"{path} has no masks: each end of an episode counts as a termination")
+    return rows
 
 
 def split_episodes(rows) -> list[np.ndarray]:
@@ -1274,7 +1306,8 @@ def rate_episodes(args, episodes: dict):
         for episode in source_episodes:
             if episode["weights"].min() < 0:
                 quality = compute_data_quality(episode, (min(returns), max(returns)), max(lengths))
-                bonus = args.success_weight_bonus if has_succeeded(episode) else 1.0
+                success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+                bonus = args.success_weight_bonus if success else 1.0
                 episode["quality"] = quality
                 episode["returns"] = return_to_go(episode["rewards"], args.gamma)
                 # warm-up: weights; a quality of 0.5 is neutral
@@ -1293,6 +1326,8 @@ def write_transitions(path, rows, env):
 
 def check_paths(args):
     """End with a sentence before anything is written."""
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
         sys.exit("the warm-up needs --offline-data-path; --make-data can write such files")
     for path in (args.checkpoint_path, args.demo_path):
@@ -1429,11 +1464,19 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
     options = {"env_id": env_id}
     if env_id == BUILT_IN:
         options |= PENDULUM
-    return options | PRESETS[preset] | {"preset": preset}
+    return options | preset_options(env_id, preset)
 
 
-STAGE_TWO = dict(  # paths of stage one that are no defaults of --learner
+def preset_options(env_id, preset) -> dict:
+    options = PRESETS[preset] | {"preset": preset}
+    if env_id == BUILT_IN and preset == "wsrl":
+        options |= PENDULUM_WSRL
+    return options
+
+
+STAGE_TWO = dict(  # stage two takes these options from the command line only
     run_dir=None,
+    resume=False,
     checkpoint_path=None,
     demo_path=None,
     offline_data_path=[],
@@ -1454,7 +1497,7 @@ def parse_args() -> Args:
         saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
     options |= {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
     if typed.preset in PRESETS:
-        options |= PRESETS[typed.preset] | {"preset": typed.preset}
+        options |= preset_options(options["env_id"], typed.preset)
     print(f"defaults: {options}")
     defaults = Args()
     for name, value in options.items():  # not checked yet: what is typed may repair them
