@@ -9,7 +9,7 @@
     warm-up, `warmup_steps` times:                                      (main)
         draw a batch of offline rows                                    (sample_mixed)
         1 critics, 2 actor and temperature, 3 target networks           (agent.update)
-    keep the best offline rows                                          (filter_offline_data)
+    keep the offline rows with the largest TD error                     (filter_offline_data)
     online, after each environment step:                                (main)
         store the transition in online_rb
         `utd_ratio` times: draw from both buffers, update as above
@@ -21,10 +21,26 @@ The SAC core is that of sac_hybrid.py. What is added, each with its marker in th
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-What differs from WSRL: --preset design (default) keeps the best offline rows and mixes them into
-every batch. --preset wsrl is the paper, rlpd is arXiv:2302.02948, bc clones, scratch has no data.
+"Warm-up" means the offline updates here. The paper of WSRL calls its first online steps, which the
+frozen policy plays, the warm-up: here they are --warmup-rollout-steps.
+Two commands can share the work. Stage one is the warm-up, which writes --checkpoint-path and ends.
+Stage two is --learner: it reads the files of stage one and trains online.
 
-Shapes: N rows, D observation dims, A action dims, E critics, M actions of the conservative term.
+What differs from WSRL with --preset design (default):
+    - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
+    - no steps with a frozen policy; offline rows are kept and are a part of every batch
+    - prioritized draws, and weights of the rows in the losses
+--preset wsrl has these parts as the paper has them; its other constants are those of this script.
+rlpd follows arXiv:2302.02948, bc clones first, scratch has no data. Presets belong to the command
+line: Args(preset="wsrl") sets only the name. In Python use Args(**default_options(env_id, preset)).
+
+What differs from SAC (arXiv:1812.05905) with every preset: the critics of the ensemble share the
+gain and the bias of LayerNorm, the target entropy is -A/2 instead of -A, and the actor follows the
+mean of the critics.
+
+Shapes: N rows, D observation dims, A action dims, E critics, T steps of an episode, M actions of
+the conservative term, K of them from one distribution. Text that sac_hybrid.py shares says F for D
+and C for A.
 The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
@@ -115,7 +131,7 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
-    exp_name: str | None = None  # name in the place of {script} there
+    exp_name: str | None = None  # this name replaces {script} in the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
@@ -123,20 +139,20 @@ class Args:
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
-    preset: Literal[tuple(PRESETS)] = "design"  # defaults of the options below, see the page
-    checkpoint_path: str | None = None  # the warm-up writes its agent to this file and ends
-    demo_path: str | None = None  # it writes the rows it kept there (None: filtered_demos.pkl)
-    learner: bool = False  # skip the warm-up: read checkpoint_path and demo_path instead
+    preset: Literal[tuple(PRESETS)] = "design"  # it sets defaults of the options below
+    checkpoint_path: str | None = None  # stage one writes its agent to this file
+    demo_path: str | None = None  # and its rows here (None: filtered_demos.pkl)
+    learner: bool = False  # run stage two: read checkpoint_path and demo_path
     make_data: str | None = None  # only write demos, suboptimal and random .pkl to this folder
-    expert_path: str | None = None  # final_model.pth that plays these demos (None: a script)
+    expert_path: str | None = None  # this final_model.pth plays them (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
-    suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, weight 1.0
-    random_data_path: list[str] = field(default_factory=list)  # random actions, weight 0.5
-    demo_weight: float = 2.0  # weight of the demos
-    success_weight_bonus: float = 1.5  # factor on the weight of successful episodes
-    reward_scale: float = 1.0  # factor on rewards in the learner; logged returns have none
+    suboptimal_data_path: list[str] = field(default_factory=list)  # their weight is 1.0
+    random_data_path: list[str] = field(default_factory=list)  # their weight is 0.5
+    demo_weight: float = 2.0  # this is the weight of rows of demonstrations
+    success_weight_bonus: float = 1.5  # it multiplies weights of successful episodes
+    reward_scale: float = 1.0  # it multiplies rewards in updates, not logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
@@ -148,7 +164,7 @@ class Args:
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
-    obs_noise: float = 0.0  # noise on offline observations, in their standard deviations
+    obs_noise: float = 0.0  # noise on offline observations, in units of their std
     early_stop_patience: int = 0  # end the warm-up after so many worse held-out errors (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
@@ -162,10 +178,10 @@ class Args:
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
     initial_offline_ratio: float = 1.0  # offline share of a batch when online training starts
-    offline_decay_rate: float = 0.999  # factor on this share per environment step
-    min_offline_ratio: float = 0.5  # lower limit of this share
+    offline_decay_rate: float = 0.999  # each environment step multiplies the share by it
+    min_offline_ratio: float = 0.5  # the share does not fall below this
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the highest
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep its highest
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -333,7 +349,10 @@ def priority_beta_schedule(t) -> float:
 
 
 def return_to_go(rewards, gamma) -> np.ndarray:
-    """G_t = r_t + gamma * G_t+1 within an episode. A time limit cuts the sum off.  (T,) -> (T,)"""
+    """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
+
+    A time limit cuts the sum off. With negative rewards, as in Pendulum, the last rows then have
+    returns above their true values, and Cal-QL is less conservative there."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -343,8 +362,8 @@ def return_to_go(rewards, gamma) -> np.ndarray:
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Whether an episode succeeded. `info` of the last step says it in some environments. Otherwise,
-    and for data files, the episode terminated, and only its last reward is positive."""
+    """Whether an episode succeeded. `info` of the last step says it in some environments.
+    Otherwise, and for data files, the episode terminated, and only its last reward is positive."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -391,9 +410,10 @@ class WarmupAgent(nn.Module):
 
     obs, next_obs              (N,D)
     actions                    (N,A)  in [-1,1]
-    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: to go
+    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: see return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
-    is_demo                    (N,)   True on offline rows, which --bc-weight clones
+    is_demo                    (N,)   True on offline rows of every source: --bc-weight clones
+                                      them. sac_hybrid.py has the name for demonstrations only.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -433,7 +453,7 @@ class WarmupAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
     def policy(self, features):
-        """Mean and standard deviation before the tanh.  (N,F) -> 2 x (N,C)"""
+        """Mean and standard deviation before the tanh.  (N,D) -> 2 x (N,A)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
@@ -488,7 +508,9 @@ class WarmupAgent(nn.Module):
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            if method == "bc":  # warm-up: cloning; it replaces both losses of the actor
+            # It replaces both losses of the actor. No loss trains the standard deviation then, and
+            # the first online steps sample with it. Evaluations play the mean action.
+            if method == "bc":  # warm-up: cloning
                 actor_losses = {"actor_loss": (batch["actor_weights"] * distance).mean()}
             elif args.bc_weight:  # warm-up: cloning
                 num_demo_rows = batch["is_demo"].sum().clamp(min=1)
@@ -507,7 +529,8 @@ class WarmupAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """Mean gap of CQL or Cal-QL. Log-densities are in the units of the environment."""
+        """Mean gap of CQL or Cal-QL. The weights of the rows are in the TD loss only, not here.
+        Log-densities are in the units of the environment. That adds a constant to the loss."""
         num_rows, action_dim = batch["actions"].shape
         shape = (self.NUM_CQL_ACTIONS, num_rows, action_dim)
         with torch.no_grad():
@@ -659,7 +682,8 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
 
 
 def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", agent=None):
-    """A new buffer of the best rows, at least one; the memory of the others is released."""
+    """A new buffer of the rows with the highest values of retention_by, at least one. The memory of
+    the others is released. --retention-by is td_error by default; quality needs no agent."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -704,7 +728,7 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
         for name in ("obs", "next_obs"):
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
-    # warm-up: weights; importance is divided by one maximum, and corrects the critics only
+    # warm-up: weights; importance corrects the critics only. normalize_weights cancels the maximum.
     critic_weights = importance / importance.max()
     if args.weighted_loss != "none":
         critic_weights = critic_weights * rows["weights"]
