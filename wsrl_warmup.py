@@ -9,7 +9,7 @@
     warm-up, `warmup_steps` times:                                      (main)
         draw a batch of offline rows                                    (sample_mixed)
         1 critics, 2 actor and temperature, 3 target networks           (agent.update)
-    keep the best offline rows                                          (filter_offline_data)
+    keep the offline rows with the largest TD error                     (filter_offline_data)
     online, after each environment step:                                (main)
         store the transition in online_rb
         `utd_ratio` times: draw from both buffers, update as above
@@ -21,10 +21,26 @@ The SAC core is that of sac_hybrid.py. What is added, each with its marker in th
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-What differs from WSRL: --preset design (default) keeps the best offline rows and mixes them into
-every batch. --preset wsrl is the paper, rlpd is arXiv:2302.02948, bc clones, scratch has no data.
+"Warm-up" means the offline updates here. The paper of WSRL calls its first online steps, which the
+frozen policy plays, the warm-up: here they are --warmup-rollout-steps.
+Two commands can share the work. Stage one is the warm-up, which writes --checkpoint-path and ends.
+Stage two is --learner: it reads the files of stage one and trains online.
 
-Shapes: N rows, D observation dims, A action dims, E critics, M actions of the conservative term.
+What differs from WSRL with --preset design (default):
+    - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
+    - no steps with a frozen policy; offline rows are kept and are a part of every batch
+    - prioritized draws, and weights of the rows in the losses
+--preset wsrl has these parts as the paper has them; its other constants are those of this script.
+rlpd follows arXiv:2302.02948, bc clones first, scratch has no data. Presets belong to the command
+line: Args(preset="wsrl") sets only the name. In Python use Args(**default_options(env_id, preset)).
+
+What differs from SAC (arXiv:1812.05905) with every preset: the critics of the ensemble share the
+gain and the bias of LayerNorm, the target entropy is -A/2 instead of -A, and the actor follows the
+mean of the critics.
+
+Shapes: N rows, D observation dims, A action dims, E critics, T steps of an episode, M actions of
+the conservative term, K of them from one distribution. Text that sac_hybrid.py shares says F for D
+and C for A.
 The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
@@ -67,6 +83,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
+PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 steps are more than its online_steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -114,7 +131,7 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
-    exp_name: str | None = None  # name in the place of {script} there
+    exp_name: str | None = None  # this name replaces {script} in the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
@@ -122,20 +139,20 @@ class Args:
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
-    preset: Literal[tuple(PRESETS)] = "design"  # defaults of the options below, see the page
-    checkpoint_path: str | None = None  # the warm-up writes its agent to this file and ends
-    demo_path: str | None = None  # it writes the rows it kept there (None: filtered_demos.pkl)
-    learner: bool = False  # skip the warm-up: read checkpoint_path and demo_path instead
+    preset: Literal[tuple(PRESETS)] = "design"  # it sets defaults of the options below
+    checkpoint_path: str | None = None  # stage one writes its agent to this file
+    demo_path: str | None = None  # and its rows here (None: filtered_demos.pkl)
+    learner: bool = False  # run stage two: read checkpoint_path and demo_path
     make_data: str | None = None  # only write demos, suboptimal and random .pkl to this folder
-    expert_path: str | None = None  # final_model.pth that plays these demos (None: a script)
+    expert_path: str | None = None  # this final_model.pth plays them (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
-    suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, weight 1.0
-    random_data_path: list[str] = field(default_factory=list)  # random actions, weight 0.5
-    demo_weight: float = 2.0  # weight of the demos
-    success_weight_bonus: float = 1.5  # factor on the weight of successful episodes
-    reward_scale: float = 1.0  # factor on rewards in the learner; logged returns have none
+    suboptimal_data_path: list[str] = field(default_factory=list)  # their weight is 1.0
+    random_data_path: list[str] = field(default_factory=list)  # their weight is 0.5
+    demo_weight: float = 2.0  # this is the weight of rows of demonstrations
+    success_weight_bonus: float = 1.5  # it multiplies weights of successful episodes
+    reward_scale: float = 1.0  # it multiplies rewards in updates, not logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
@@ -147,7 +164,7 @@ class Args:
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
-    obs_noise: float = 0.0  # noise on offline observations, in their standard deviations
+    obs_noise: float = 0.0  # noise on offline observations, in units of their std
     early_stop_patience: int = 0  # end the warm-up after so many worse held-out errors (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
@@ -161,10 +178,10 @@ class Args:
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
     initial_offline_ratio: float = 1.0  # offline share of a batch when online training starts
-    offline_decay_rate: float = 0.999  # factor on this share per environment step
-    min_offline_ratio: float = 0.5  # lower limit of this share
+    offline_decay_rate: float = 0.999  # each environment step multiplies the share by it
+    min_offline_ratio: float = 0.5  # the share does not fall below this
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the highest
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep its highest
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -179,18 +196,27 @@ class Args:
         for name in (
             "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
             "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
+            "demo_weight", "success_weight_bonus",
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in ("warmup_steps", "warmup_rollout_steps", "online_steps", "cql_alpha"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+        for name in (
+            "warmup_steps", "warmup_rollout_steps", "online_steps", "cql_alpha", "bc_weight",
+            "obs_noise", "early_stop_patience",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
         for name in (
             "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
             "min_offline_ratio", "retention_ratio", "priority_alpha",
         ):  # fmt: skip
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
+        if 0 < self.online_steps <= self.warmup_rollout_steps:
+            raise ValueError(
+                "--online-steps must be 0 or more than --warmup-rollout-steps, "
+                "else the agent never learns online"
+            )
         if self.min_offline_ratio > self.initial_offline_ratio:
             raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
         if self.initial_offline_ratio and not self.retention_ratio:
@@ -199,8 +225,12 @@ class Args:
             )
         if (self.learner or self.demo_path) and not self.checkpoint_path:
             raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.learner and bool(self.demo_path) != bool(self.initial_offline_ratio):
-            raise ValueError("--learner needs --demo-path, except if --initial-offline-ratio is 0")
+        if self.learner and self.initial_offline_ratio and not self.demo_path:
+            raise ValueError("--learner needs --demo-path if --initial-offline-ratio is not 0")
+        if self.learner and self.demo_path and not self.initial_offline_ratio:
+            raise ValueError("--initial-offline-ratio is 0: --learner would not use --demo-path")
+        if self.checkpoint_path and not self.learner and not self.warmup_steps:
+            raise ValueError("--checkpoint-path needs --learner or --warmup-steps of 1 or more")
         if self.checkpoint_path and not self.demo_path and not self.learner:
             self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
         if self.has_data() and not self.needs_data():
@@ -322,7 +352,10 @@ def priority_beta_schedule(t) -> float:
 
 
 def return_to_go(rewards, gamma) -> np.ndarray:
-    """G_t = r_t + gamma * G_t+1 within an episode. A time limit cuts the sum off.  (T,) -> (T,)"""
+    """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
+
+    A time limit cuts the sum off. With negative rewards, as in Pendulum, the last rows then have
+    returns above their true values, and Cal-QL is less conservative there."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -331,16 +364,20 @@ def return_to_go(rewards, gamma) -> np.ndarray:
     return returns
 
 
-def has_succeeded(trajectory) -> bool:
-    """Files do not store success: the episode terminated with its largest, positive reward."""
-    rewards = trajectory["rewards"]
-    return bool(trajectory["masks"][-1] == 0 and rewards[-1] == max(rewards) > 0)
+def has_succeeded(rewards, terminated, info=()) -> bool:
+    """Whether an episode succeeded. `info` of the last step says it in some environments.
+    Otherwise, and for data files, the episode terminated, and only its last reward is positive."""
+    for name in ("is_success", "success", "succeed"):
+        if name in info:
+            return bool(info[name])
+    return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
 def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> float:
     """Mean of three scores in [0,1]: success, return within its range, and length."""
     low, high = return_range
-    success = has_succeeded(trajectory)
+    terminated = trajectory["masks"][-1] == 0
+    success = has_succeeded(trajectory["rewards"], terminated)
     return_score = 0.5
     if high > low:
         return_score = np.clip((sum(trajectory["rewards"]) - low) / (high - low), 0, 1)
@@ -348,7 +385,7 @@ def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> f
     length_score = 0.5
     if success:
         length_score = 1 - lateness / 2  # an early success is better
-    elif trajectory["masks"][-1] == 0:
+    elif terminated:
         length_score = lateness / 2  # a late failure is better
     return float((success + return_score + length_score) / 3)
 
@@ -376,9 +413,10 @@ class WarmupAgent(nn.Module):
 
     obs, next_obs              (N,D)
     actions                    (N,A)  in [-1,1]
-    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: to go
+    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: see return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
-    is_demo                    (N,)   True on offline rows, which --bc-weight clones
+    is_demo                    (N,)   True on offline rows of every source: --bc-weight clones
+                                      them. sac_hybrid.py has the name for demonstrations only.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -418,14 +456,15 @@ class WarmupAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
     def policy(self, features):
-        """Mean and standard deviation before the tanh.  (N,F) -> 2 x (N,C)"""
+        """Mean and standard deviation before the tanh.  (N,D) -> 2 x (N,A)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
         args = self.args
         # Seeded by the number of the update: a resumed run needs no saved RNG state.
-        torch.default_generator.manual_seed(args.seed * 1_000_003 + self.updates)
+        # All devices are seeded, because dropout draws on the device of the network.
+        torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
         # 1 critics
@@ -472,7 +511,9 @@ class WarmupAgent(nn.Module):
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            if method == "bc":  # warm-up: cloning; it replaces both losses of the actor
+            # It replaces both losses of the actor. No loss trains the standard deviation then, and
+            # the first online steps sample with it. Evaluations play the mean action.
+            if method == "bc":  # warm-up: cloning
                 actor_losses = {"actor_loss": (batch["actor_weights"] * distance).mean()}
             elif args.bc_weight:  # warm-up: cloning
                 num_demo_rows = batch["is_demo"].sum().clamp(min=1)
@@ -491,7 +532,8 @@ class WarmupAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """Mean gap of CQL or Cal-QL. Log-densities are in the units of the environment."""
+        """Mean gap of CQL or Cal-QL. The weights of the rows are in the TD loss only, not here.
+        Log-densities are in the units of the environment. That adds a constant to the loss."""
         num_rows, action_dim = batch["actions"].shape
         shape = (self.NUM_CQL_ACTIONS, num_rows, action_dim)
         with torch.no_grad():
@@ -643,7 +685,8 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
 
 
 def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", agent=None):
-    """A new buffer of the best rows, at least one; the memory of the others is released."""
+    """A new buffer of the rows with the highest values of retention_by, at least one. The memory of
+    the others is released. --retention-by is td_error by default; quality needs no agent."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -688,7 +731,7 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
         for name in ("obs", "next_obs"):
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
-    # warm-up: weights; importance is divided by one maximum, and corrects the critics only
+    # warm-up: weights; importance corrects the critics only. normalize_weights cancels the maximum.
     critic_weights = importance / importance.max()
     if args.weighted_loss != "none":
         critic_weights = critic_weights * rows["weights"]
@@ -707,13 +750,6 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
 # --- rollout ---
 EVAL_SEED = 10_000  # of the first evaluation episode
 VIDEO_SEED = 10_006  # of the filmed one, where the pendulum hangs down
-
-
-def is_success(info, terminated, reward) -> bool:
-    for name in ("is_success", "success", "succeed"):
-        if name in info:
-            return bool(info[name])
-    return bool(terminated and reward > 0)
 
 
 def play_episode(env, act, seed):
@@ -735,7 +771,8 @@ def play_episode(env, act, seed):
         )
         transitions.append(transition)
         obs = next_obs
-    return transitions, is_success(info, terminated, reward)
+    rewards = [transition["rewards"] for transition in transitions]
+    return transitions, has_succeeded(rewards, terminated, info)
 
 
 def explore(agent, obs, env_steps, rng) -> np.ndarray:
@@ -1016,7 +1053,9 @@ def finish_run(args, run, agent, env):
     print(f"eval/episodic_return {first:.1f} -> {last:.1f}, {steps}, {run.rows[-1]['time']:.0f} s")
     print(f"the pictures are in {run.dir}")
     if args.checkpoint_path and not args.learner:
-        files = f"--checkpoint-path {args.checkpoint_path} --demo-path {args.demo_path}"
+        files = f"--checkpoint-path {args.checkpoint_path}"
+        if args.initial_offline_ratio:
+            files += f" --demo-path {args.demo_path}"
         print(f"train online: python wsrl_warmup.py --learner {files}")
     else:
         print(f"load the model: WarmupAgent.load('{run.dir}/final_model.pth')")
@@ -1027,6 +1066,7 @@ def make_gym_env(env_id):
     """A Gymnasium environment with float32 vectors as observations and actions in [-1,1]"""
     env = gym.make(env_id)
     if "rgb_array" in env.metadata.get("render_modes", []):
+        env.close()
         env = gym.make(env_id, render_mode="rgb_array")
     actions = env.action_space
     is_box = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
@@ -1131,11 +1171,14 @@ def make_data(args) -> dict:
     elif args.env_id != BUILT_IN:
         sys.exit(f"--make-data needs --expert-path: there is no script for {args.env_id}")
     folder = Path(args.make_data)
+    if folder.exists():
+        sys.exit(f"--make-data {folder} already exists; no data are overwritten")
     folder.mkdir(parents=True)
     for source in SOURCES:
         transitions = make_source(env, expert, source, args.seed)
         (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
         print(f"wrote {len(transitions)} transitions to {folder / source}.pkl")
+    env.close()
     return {}
 
 
@@ -1188,11 +1231,21 @@ def to_vector(name, value) -> np.ndarray:
     return value.astype(np.float32)
 
 
+def fill_columns(transition) -> dict:
+    """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
+    termination. Without `dones` a time limit shows only where a row does not continue the last."""
+    if "dones" in transition:
+        return RATINGS | {"masks": 1.0 - transition["dones"]} | transition
+    if "masks" in transition:
+        return RATINGS | {"dones": 1.0 - transition["masks"]} | transition
+    raise ValueError("it has neither masks nor dones: expected at least one of them")
+
+
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
     rows = np.zeros(len(transitions), make_row_dtype(env))
     for i, transition in enumerate(transitions):
-        transition = RATINGS | {"masks": 1.0 - transition["dones"]} | transition
+        transition = fill_columns(transition)
         for name, column in COLUMNS.items():
             value = transition[name]
             if isinstance(value, dict):
@@ -1220,9 +1273,12 @@ def read_source(path, env) -> np.ndarray:
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
             raise ValueError(f"it would become {size} bytes in memory")
-        return to_rows(transitions, env)
+        rows = to_rows(transitions, env)
     except Exception as error:  # a damaged file can raise any type
         sys.exit(f"data file {path}: {type(error).__name__}: {error}")
+    if "masks" not in transitions[0]:
+        print(f"{path} has no masks: each end of an episode counts as a termination")
+    return rows
 
 
 def split_episodes(rows) -> list[np.ndarray]:
@@ -1277,7 +1333,8 @@ def rate_episodes(args, episodes: dict):
         for episode in source_episodes:
             if episode["weights"].min() < 0:
                 quality = compute_data_quality(episode, (min(returns), max(returns)), max(lengths))
-                bonus = args.success_weight_bonus if has_succeeded(episode) else 1.0
+                success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+                bonus = args.success_weight_bonus if success else 1.0
                 episode["quality"] = quality
                 episode["returns"] = return_to_go(episode["rewards"], args.gamma)
                 # warm-up: weights; a quality of 0.5 is neutral
@@ -1296,6 +1353,8 @@ def write_transitions(path, rows, env):
 
 def check_paths(args):
     """End with a sentence before anything is written."""
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
         sys.exit("the warm-up needs --offline-data-path; --make-data can write such files")
     for path in (args.checkpoint_path, args.demo_path):
@@ -1432,11 +1491,19 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
     options = {"env_id": env_id}
     if env_id == BUILT_IN:
         options |= PENDULUM
-    return options | PRESETS[preset] | {"preset": preset}
+    return options | preset_options(env_id, preset)
 
 
-STAGE_TWO = dict(  # paths of stage one that are no defaults of --learner
+def preset_options(env_id, preset) -> dict:
+    options = PRESETS[preset] | {"preset": preset}
+    if env_id == BUILT_IN and preset == "wsrl":
+        options |= PENDULUM_WSRL
+    return options
+
+
+STAGE_TWO = dict(  # stage two takes these options from the command line only
     run_dir=None,
+    resume=False,
     checkpoint_path=None,
     demo_path=None,
     offline_data_path=[],
@@ -1457,7 +1524,7 @@ def parse_args() -> Args:
         saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
     options |= {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
     if typed.preset in PRESETS:
-        options |= PRESETS[typed.preset] | {"preset": typed.preset}
+        options |= preset_options(options["env_id"], typed.preset)
     print(f"defaults: {options}")
     defaults = Args()
     for name, value in options.items():  # not checked yet: what is typed may repair them

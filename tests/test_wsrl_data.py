@@ -57,18 +57,29 @@ def refused(path, *words):
 
 
 def test_npz_reaches_the_buffer(tmp_path, capsys):
-    path = save(tmp_path / "a.npz", walk(masks=1.0 - LAST, dones=LAST))
+    path = save(tmp_path / "a.npz", walk(masks=1.0 - LAST, dones=LAST, rewards=1.0 * LAST))
     rows, _, returns = load(path)
     # the environment's +-2 is the policy's +-1
     assert rows["actions"][:, 0] == pytest.approx(np.linspace(-1, 1, 6))
-    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {"demos": 6.0}
-    assert rows["returns"] == pytest.approx(return_to_go(np.ones(6), 0.99))
+    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {"demos": 1.0}
+    assert rows["returns"] == pytest.approx(return_to_go(LAST, 0.99))
     # demos, quality (1 + 0.5 + 0.5) / 3, success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 2 / 3) * 1.5)
-    assert capsys.readouterr().out == "demos: 1 episodes, mean return 6.0\n"
+    assert capsys.readouterr().out == "demos: 1 episodes, mean return 1.0\n"
     rows, *_ = load(save(tmp_path / "b.npz", walk(dones=LAST)))
     assert (rows["masks"] == 1).all()  # cut off: it bootstraps, and is no success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
+
+
+def test_a_file_needs_masks_or_dones(tmp_path, capsys):
+    columns = walk()
+    del columns["masks"], columns["dones"]
+    refused(save(tmp_path / "a.npz", columns), "neither masks nor dones")
+    rows = read_source(save(tmp_path / "b.npz", columns | dict(masks=1.0 - LAST)), ENV)
+    assert rows["dones"].tolist() == [0, 0, 0, 0, 0, 1] and capsys.readouterr().out == ""
+    rows = read_source(save(tmp_path / "c.npz", columns | dict(dones=LAST)), ENV)
+    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0]
+    assert "c.npz has no masks: each end of an episode counts" in capsys.readouterr().out
 
 
 def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
@@ -254,14 +265,14 @@ def quality(rewards=(0.0, 1.0), terminated=False, bounds=(0.0, 4.0), longest=10)
 
 
 def test_quality_by_hand_and_monotone():
-    """A success terminates with its largest, positive reward."""
+    """A success terminates with its only positive reward."""
     assert quality((0.0, 1.0), True) == pytest.approx((1 + 0.25 + 0.9) / 3)
     assert quality((0.0, 1.0)) == pytest.approx((0 + 0.25 + 0.5) / 3)
     assert quality((1.0, 0.0), terminated=True) == pytest.approx((0 + 0.25 + 0.1) / 3)
     by_return = [quality((x,)) for x in (-9, 0, 1, 3, 4, 99)]
     assert by_return == sorted(by_return) and by_return[1] < by_return[2] < by_return[3]
     # an early success is better, and so is a late failure
-    assert quality((1.0,), True) > quality((0.5, 0.5), True) > quality((1.0, 0.0)) > 0
+    assert quality((1.0,), True) > quality((0.0, 1.0), True) > quality((1.0, 0.0)) > 0
     assert quality((1.0, 0.0), True) < quality((0.5, 0.5, 0.0), True) < quality((1.0,))
     extremes = [quality(r, t) for r in ((-1e9,), (1e9,), (1.0,) * 50) for t in (0, 1)]
     assert 0 <= min(extremes) and max(extremes) <= 1
@@ -300,7 +311,7 @@ def test_make_data_writes_each_source_once(tmp_path, monkeypatch):
     paths = {option: [f"{tmp_path}/data/{name}.pkl"] for option, name in names.items()}
     rows, _, returns = load_offline_data(Args(**paths), ENV)
     assert len(rows) == 600 and returns["demos"] > returns["suboptimal"] > returns["random"]
-    with pytest.raises(FileExistsError):  # nothing is overwritten
+    with pytest.raises(SystemExit, match="already exists"):  # nothing is overwritten
         wsrl_warmup.main(args)
     with pytest.raises(SystemExit, match="--expert-path"):
         wsrl_warmup.main(Args(make_data=f"{tmp_path}/new", env_id="MountainCarContinuous-v0"))

@@ -242,6 +242,17 @@ def test_dropout_is_active_in_the_update_of_the_actor_only():
     assert not agent.actor.training
 
 
+def test_an_update_seeds_every_device(monkeypatch):
+    """Dropout draws on the device of the network: a resumed run on a GPU needs its generator, too."""
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    agent = make_agent(dropout=0.5, seed=2)
+    seeds.clear()
+    for i in range(2):
+        agent.update(make_batch(i))
+    assert seeds == [2_000_006, 2_000_007]
+
+
 def test_load_gives_the_same_agent(tmp_path):
     args = Args(hidden_size=16, dropout=0.1)
     agent = WarmupAgent(np.full(D, 0.5), np.ones(D), [1.0] * A, args=args)

@@ -207,6 +207,15 @@ def test_stage_two_takes_the_preset_of_stage_one(tmp_path, data, monkeypatch, ca
     assert "changed: --lr 0.005 -> 0.001" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("own", [dict(preset="wsrl", warmup_rollout_steps=5), dict(resume=True)])
+def test_the_command_that_stage_one_prints_is_accepted(own, tmp_path, data, capsys):
+    run(tmp_path / "first", data, **own, checkpoint_path=str(tmp_path / "warm"))
+    printed = capsys.readouterr().out.splitlines()[-1]
+    args = parse_args(printed.split("wsrl_warmup.py ")[1].split())
+    assert args.learner and not args.resume
+    assert bool(args.demo_path) == (args.preset != "wsrl")
+
+
 def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
     """--demo-path may name demonstrations that no warm-up has written: they are rated like demos."""
     run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
@@ -343,7 +352,7 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
         run(tmp_path / "run", data)
     saved = state(tmp_path / "run")["progress"]["global_step"]
     assert saved == {"signal": 20 + 11}.get(fault, 20 + 1)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(SystemExit, match="already exists"):
         run(tmp_path / "run", data)  # no run overwrites another
     run(tmp_path / "run", data, resume=True)
     assert rows(tmp_path / "run")[-1]["global_step"] == 53
@@ -353,11 +362,12 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
 
 # --- what reaches an update ---
 def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
-    hand = dict(warmup_rollout_steps=33, checkpoint_path=str(tmp_path / "warm.pth"))
+    hand = dict(warmup_rollout_steps=33, online_steps=34, utd_ratio=1)
+    hand["checkpoint_path"] = str(tmp_path / "warm.pth")
     run(tmp_path / "first", data, preset="wsrl", **hand)
     run(tmp_path / "run", {}, preset="wsrl", **hand, learner=True)
     before, after = state(tmp_path, "warm.pth"), state(tmp_path / "run")["agent"]
-    assert same(before["model"], after["model"]) and before["updates"] == after["updates"] == 20
+    assert before["updates"] == 20 and after["updates"] == 21  # the last step alone is not frozen
     stored = state(tmp_path / "run")["online_rb"]["rows"].numpy()
     env = wsrl_warmup.make_gym_env("ShortPendulum-v1")
     stored = stored.view(wsrl_warmup.make_row_dtype(env))
@@ -444,9 +454,18 @@ def test_only_a_termination_ends_the_value(terminates, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["is_success", "success", "succeed"])
 def test_success_by_any_of_its_names(name):
-    assert wsrl_warmup.is_success({name: True}, False, 0.0)
-    assert not wsrl_warmup.is_success({name: False}, True, 1.0)
-    assert wsrl_warmup.is_success({}, True, 1.0) and not wsrl_warmup.is_success({}, True, 0.0)
+    assert wsrl_warmup.has_succeeded([0.0], False, {name: True})
+    assert not wsrl_warmup.has_succeeded([1.0], True, {name: False})
+
+
+def test_success_without_a_name_is_the_only_positive_reward():
+    """A walker that gets a reward in every step and falls has not succeeded."""
+    assert wsrl_warmup.has_succeeded([-1.0, 0.0, 1.0], True)
+    assert not wsrl_warmup.has_succeeded([-1.0, 0.0, 1.0], False)
+    assert not wsrl_warmup.has_succeeded([1.0, 1.0, 1.0], True)
+    assert not wsrl_warmup.has_succeeded([0.0, 0.0], True)
+    env = wsrl_warmup.make_gym_env("Ends-v0")  # it terminates, with a reward of 1 in each step
+    assert wsrl_warmup.play_episode(env, lambda obs: np.zeros(1, np.float32), 0)[1] is False
 
 
 def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
@@ -490,6 +509,8 @@ def test_the_built_in_task_has_its_own_defaults_and_help_shows_true_numbers(caps
     assert parse_args([]).warmup_steps == 1_500
     args = parse_args(["--preset", "wsrl", "--num-critics", "3"])
     assert (args.offline_objective, args.num_critics, args.utd_ratio) == ("calql", 3, 4)
+    assert (args.warmup_rollout_steps, args.online_steps) == (500, 2_000)  # it learns online
+    assert default_options(preset="wsrl")["warmup_rollout_steps"] == 500
     args = parse_args(["--env-id", "Reacher-v5", "--offline-data-path", "a.npz", "b.pkl"])
     assert (args.warmup_steps, args.hidden_size, args.retention_ratio) == (50_000, 256, 0.2)
     assert args.offline_data_path == ["a.npz", "b.pkl"]
@@ -547,11 +568,34 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(learner=True, checkpoint_path="w"),
         dict(PRESETS["wsrl"], learner=True, checkpoint_path="w", demo_path="x.pkl"),
         dict(PRESETS["scratch"], offline_data_path=["a.npz"]),
+        dict(warmup_steps=0, checkpoint_path="w"),
+        dict(PRESETS["rlpd"], checkpoint_path="w"),
+        dict(demo_weight=-1.0),
+        dict(success_weight_bonus=0.0),
+        dict(bc_weight=-1.0),
+        dict(obs_noise=-0.1),
+        dict(obs_noise=float("nan")),
+        dict(early_stop_patience=-1),
     ],
 )
 def test_values_that_make_no_sense(options):
     with pytest.raises(ValueError):
         Args(**options)
+
+
+def test_online_steps_without_an_update_are_refused_with_both_names():
+    with pytest.raises(ValueError, match="--online-steps .* --warmup-rollout-steps"):
+        Args(online_steps=200, warmup_rollout_steps=200)
+    Args(online_steps=0, warmup_rollout_steps=200)
+
+
+def test_every_environment_that_is_made_is_closed(tmp_path, data, monkeypatch):
+    made, closed = spy(monkeypatch, gym, "make"), []
+    close = gym.envs.classic_control.PendulumEnv.close
+    watch = lambda self: (closed.append(self), close(self))  # noqa: E731
+    monkeypatch.setattr(gym.envs.classic_control.PendulumEnv, "close", watch)
+    run(tmp_path / "run", data)
+    assert len(made) == len(closed) == 2
 
 
 # --- something to look at ---
