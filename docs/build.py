@@ -207,8 +207,10 @@ def link_lines(page: Path) -> str:
         name = match[1] or match[2]
         return f"[`{name}`]({where[name]})" if name in where else match[0]
 
-    details = re.sub(r"\[`([\w.]+)`\]\(\.\./\w+\.py#L\d+\)|(?<!\[)`([\w.]+)`", link, details)
-    return text + title + details + end + rest
+    linked = r"\[`([\w.]+)`\]\(\.\./\w+\.py#L\d+\)"
+    details = re.sub(linked + r"|(?<!\[)`([\w.]+)`", link, details)
+    before, after = (re.sub(linked + "|(?!)()", link, part) for part in (text, rest))
+    return before + title + details + end + after
 
 
 # --- writing the page ---

@@ -182,7 +182,8 @@ def test_commands_of_the_docstring_parse(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, **ids)
 def test_commands_in_the_text_exist(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "questions.jsonl").touch()
+    for name in ("questions.jsonl", "game.py", "my_env.py", "demos.pkl"):
+        (tmp_path / name).touch()
     text = page.read_text(encoding="utf-8")
     for path, flags in re.findall(r"python ((?:benchmark|docs)/\w+\.py)([^`#\n]*)", text):
         source = (ROOT / path).read_text(encoding="utf-8")
