@@ -214,7 +214,8 @@ SMALL["sac_hybrid"] = (
     "--max-steps 60 --training-starts 20 --batch-size 8 --hidden-size 16 --log-interval 15"
 )
 SMALL["wsrl_warmup"] = (
-    "--online-steps 30 --batch-size 8 --hidden-size 16 --eval-episodes 1 --buffer-size 100"
+    "--online-steps 30 --warmup-rollout-steps 5 --batch-size 8 --hidden-size 16 --eval-episodes 1"
+    " --buffer-size 100"
 )
 WHERE = {  # flags that are allowed with some commands only
     "ppo_v2": (
