@@ -138,6 +138,8 @@ def test_render_shows_every_part_of_the_state():
 
 # --- an environment of one's own ---
 OWN = '''
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -173,7 +175,7 @@ class ScriptedHuman:
 
     def close(self):
         self.closed = True
-        open("closed", "a").close()
+        Path(__file__).with_name("closed").touch()
 
 
 class Polite(ScriptedHuman):
