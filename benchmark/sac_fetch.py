@@ -104,7 +104,7 @@ if __name__ == "__main__":
         start = time.time()
         metrics = main(args)
         seconds = time.time() - start
-        lines = (Path(args.run_dir) / "metrics.jsonl").read_text().splitlines()
+        lines = (Path(args.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "eval/success_rate" in row]
     rows = [(row["global_step"], row["time"], row["eval/success_rate"]) for row in rows]
     rows.append((args.max_steps, round(seconds, 1), metrics["report/success_rate"]))

@@ -71,7 +71,7 @@ def test_no_stale_exception():
 
 def fields_of(path):
     """{field: (type, doc)} of the Args class; the doc is the comment at the end of the line, which --help shows."""
-    source = path.read_text()
+    source = path.read_text(encoding="utf-8")
     body = next(
         n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == "Args"
     ).body

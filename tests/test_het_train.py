@@ -555,7 +555,10 @@ def test_killed_runs_end_like_one_never_stopped(tmp_path):
         run(killed, **LONG)
     run(killed, **LONG, resume=True)
     assert_same_run(tmp_path / "whole", killed)
-    episodes = [(folder / "episodes.jsonl").read_text() for folder in (tmp_path / "whole", killed)]
+    episodes = [
+        (folder / "episodes.jsonl").read_text(encoding="utf-8")
+        for folder in (tmp_path / "whole", killed)
+    ]
     assert episodes[0] == episodes[1]
     states = [
         torch.load(folder / "checkpoint.pt", weights_only=True)
@@ -643,7 +646,9 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
     run(tmp_path / "one", **options)
     assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=fsdp, **options)) == [0, 0]
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
-    episodes = [(tmp_path / name / "episodes.jsonl").read_text() for name in ("one", "two")]
+    episodes = [
+        (tmp_path / name / "episodes.jsonl").read_text(encoding="utf-8") for name in ("one", "two")
+    ]
     assert episodes[0] == episodes[1], "written once"
     last = metrics_without_times(tmp_path / "one")[2]
     assert last["replay/experience_tasks"] > 0 and last["exp/off_frac"] > 0

@@ -85,7 +85,10 @@ def test_the_warm_up_goes_beyond_its_data(tmp_path):
     options = wsrl_warmup.default_options() | dict(online_steps=600, capture_video=False)
     train(wsrl_warmup, tmp_path, (101, 102, 103), **options)
     for folder in tmp_path.iterdir():
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         returns = {row["charts/env_steps"]: row[KEY] for row in rows if KEY in row}
         starts, ends = [*starts, returns[0]], [*ends, returns[600]]
     assert np.median(starts) > -400 and np.median(ends) > -200, (starts, ends)

@@ -602,7 +602,7 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     assert "changed: --max-steps 45 -> 75" in capsys.readouterr().out
     metrics = main(args)
     assert metrics["buffer/demo_rows"] == 12
-    saved = json.loads((tmp_path / "run" / "args.json").read_text())
+    saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
     assert (saved["algorithm"], saved["max_steps"]) == ("bc", 75)
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--seed", "7"])
     with pytest.raises(SystemExit, match="cannot change --seed from 1"):

@@ -46,7 +46,10 @@ def test_main_trains_and_fills_a_folder_that_no_other_run_overwrites(name, tmp_p
     options = TINY_LM | (REPLAY if name == "ppo_v2" else {})
     metrics = script.main(script.Args(**options, run_dir=str(folder)))
     assert all(math.isfinite(value) for value in metrics.values())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [row["global_step"] for row in rows] == [0, 8, 16, 24] and all(
         "time" in row for row in rows
     )
@@ -54,9 +57,12 @@ def test_main_trains_and_fills_a_folder_that_no_other_run_overwrites(name, tmp_p
     assert all(
         row["rollout/logprob_mismatch"] < 1e-5 and row["losses/grad_norm"] > 0 for row in rows[1:]
     )
-    config = json.loads((folder / "args.json").read_text())
+    config = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     assert config["batch_size"] == 8 and config["torch"] == torch.__version__ and config["argv"]
-    assert json.loads((folder / "summary.json").read_text())["eval/score"] == rows[-1]["eval/score"]
+    assert (
+        json.loads((folder / "summary.json").read_text(encoding="utf-8"))["eval/score"]
+        == rows[-1]["eval/score"]
+    )
     assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG" and (
         folder / "curves.png"
     ).stat().st_size > 20_000
@@ -154,7 +160,7 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
         tyro.cli(script.Args, args=["--help"], description=script.__doc__)
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    source = (ROOT / f"{name}.py").read_text()
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
     for field in fields(script.Args):
         text = re.search(rf"^    {field.name}: .*?  # (.{{9,}})$", source, re.M).group(1)
         assert f"--{field.name.replace('_', '-')}" in shown and text in shown, field.name

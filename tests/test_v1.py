@@ -147,7 +147,9 @@ def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_pa
         assert len(past_weights[0]) == 3 and all(map(same, *past_weights))
     assert a["state"] == b["state"]
     for name in files:
-        lines = [(folder / name).read_text() for folder in (tmp_path / "whole", killed)]
+        lines = [
+            (folder / name).read_text(encoding="utf-8") for folder in (tmp_path / "whole", killed)
+        ]
         assert lines[0] == lines[1] and lines[0].count("\n") >= 40, "every line once"
 
 

@@ -114,7 +114,9 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
     if preset == "design":
         saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
         assert saved["retention_ratio"] == 0.5
-        assert json.loads((folder / "summary.json").read_text())["global_step"] == 53
+        assert (
+            json.loads((folder / "summary.json").read_text(encoding="utf-8"))["global_step"] == 53
+        )
         assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
         lines = out.splitlines()[-3:]
         first = rows(folder)[0]["eval/episodic_return"]
