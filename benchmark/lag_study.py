@@ -19,6 +19,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+from panels import METHOD, PLAIN, RIVAL, SIZE, WIDTH
 from replay_study import TASKS, Silent, append, prepare, read_metrics, short, show
 
 import ppo_v2
@@ -154,49 +155,39 @@ def replay_table(done, rates):
 
 
 # --- picture ---
-COLOURS = dict(
-    none="tab:gray",
-    behaviour="tab:blue",
-    decoupled="tab:orange",
-    cispo="tab:red",
-    dppo="tab:green",
-    m2po="tab:purple",
-)
+PICTURE_LAG = 8
+FAMILY = dict(dppo=METHOD, m2po=METHOD, behaviour=METHOD, none=PLAIN)  # the others are rivals
 
 
 def draw(done, path):
-    """Accuracy against the lag: mean of the seeds, every seed as a dot."""
+    """A row per correction at one lag: a dot per seed, a bar at their mean."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained", facecolor="white")
-    messages = ["every correction works", "only a tie to the sampler works"]
+    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained")
+    messages = ["all rules work", "three rules work"]
     axes = figure.subplots(1, 2, sharey=True)
     for axis, rate, message in zip(axes, RATES, messages, strict=True):
-        labels = []
-        lags = [lag for lag in LAGS if rows_of(done, "default", "none", lag, rate)]
-        for i, name in enumerate(CORRECTIONS):
-            points = []
-            for x, lag in enumerate(lags):
-                ends = [row["end"] for row in rows_of(done, "default", name, lag, rate)]
-                if ends:
-                    points.append((x, statistics.mean(ends)))
-                    shifted = [x + 0.03 * (i - 2.5)] * len(ends)
-                    axis.plot(shifted, ends, ".", color=COLOURS[name], alpha=0.4, ms=4)
-            if points:
-                x, means = zip(*points, strict=True)
-                axis.plot(x, means, color=COLOURS[name], lw=2)
-                labels.append((means[-1], x[-1] + 0.1, name))
-        height = 2.0
-        for end, x, name in sorted(labels, reverse=True):  # names keep a distance from each other
-            height = min(end, height - 0.06)
-            axis.text(x, height, "  " + name, color=COLOURS[name], fontsize=11, va="center")
-        axis.set_xticks(range(len(lags)), lags)
-        axis.set(title=f"learning rate {rate:g}: {message}", ylim=(-0.03, 1.05))
-        axis.set_xlim(-0.2, 1.35 * (len(lags) - 1) + 0.1)
-        axis.set_xlabel("lag: iterations between sampler and learner")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("accuracy at the end")
-    figure.savefig(path, dpi=90)
+        names = list(dict.fromkeys([*FAMILY, *CORRECTIONS]))[::-1]
+        for height, name in enumerate(names):
+            rows = rows_of(done, "default", name, PICTURE_LAG, rate)
+            ends = [row["end"] for row in rows]
+            if not ends:
+                continue
+            color = FAMILY.get(name, RIVAL)
+            axis.barh(height, statistics.mean(ends), height=0.62, color=color, alpha=0.3)
+            axis.plot(ends, [height] * len(ends), "o", color=color, ms=6, alpha=0.8)
+        axis.set_yticks(range(len(names)), names, fontsize=13)
+        axis.set_title(f"learning rate {rate:g}: {message}", fontsize=14, loc="left")
+        axis.set_xlim(-0.02, 1.03)
+        axis.set_xlabel("accuracy at the end", fontsize=12)
+        axis.grid(alpha=0.25, axis="x")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(
+        f"samples are {PICTURE_LAG} iterations old · dot: a seed · bar: mean · "
+        "green: compares with the policy that sampled",
+        fontsize=12,
+    )
+    figure.savefig(path, **SIZE)
 
 
 def print_tables(done):

@@ -28,6 +28,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch
+from panels import METHOD, RIVAL, SECOND_RIVAL, SIZE, VARIANT, WIDTH, name_lines, show_lines
 from replay_study import (
     TASKS,
     TUNING_SEEDS,
@@ -349,31 +350,32 @@ def grid_table(tuning):
     return "\n".join(lines)
 
 
-COLOURS = dict(zip(ARMS, ("tab:blue", "tab:green", "tab:orange", "tab:red"), strict=True))
+COLORS = dict(zip(ARMS, (METHOD, VARIANT, SECOND_RIVAL, RIVAL), strict=True))
 TITLES = {"default": "1 in 10 right at the start", "rare": "1 in 100 right at the start"}
 
 
 def draw(curves, path):
-    """Mean over the seeds, and their range."""
+    """The median of the seeds, with every seed as a thin line."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH, 7), layout="constrained")
     panels = [(task, column) for column in (0, 1) for task in BUDGET]
     for axis, (task, column) in zip(figure.subplots(2, 2).flat, panels, strict=True):
-        for arm, colour in COLOURS.items():
-            if mine := of(curves, task, arm):
-                x = [
-                    statistics.mean(points)
-                    for points in zip(*[[p[column] for p in c] for c in mine], strict=True)
-                ]
-                y = list(zip(*[[p[2] for p in c] for c in mine], strict=True))
-                axis.plot(x, list(map(statistics.mean, y)), color=colour, label=arm)
-                axis.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.12)
-        axis.set(title=TITLES[task], ylim=(0, 1.03), ylabel="accuracy on held-out prompts")
-        axis.set_xlabel("CPU seconds of sampling and updating" if column else "responses generated")
-        axis.grid(alpha=0.3)
-        axis.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=90)
+        lines = {}
+        for arm, color in COLORS.items():
+            seeds = [[(point[column], point[2]) for point in c] for c in of(curves, task, arm)]
+            if seeds:
+                lines[arm] = (color, seeds)
+        ends = show_lines(axis, lines)
+        axis.set_title(TITLES[task], fontsize=14, loc="left")
+        axis.set(ylim=(-0.02, 1.03))
+        axis.set_ylabel("accuracy on held-out prompts", fontsize=12)
+        axis.set_xlabel(
+            "CPU seconds of sampling and updating" if column else "responses", fontsize=12
+        )
+        name_lines(axis, ends)
+    figure.supxlabel("thick: median · thin: each seed", fontsize=12)
+    figure.savefig(path, **SIZE)
 
 
 def main():

@@ -26,7 +26,9 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+from panels import METHOD, PLAIN, RIVAL, SIZE, WIDTH, name_lines, show_lines
+
 import ppo_v2
 
 TUNING_PATH = HERE / "replay_tuning.csv"
@@ -548,12 +550,12 @@ def grid_table(tuning):
 
 
 # --- picture ---
-COLOURS = {"plain PPO": "tab:blue", "rejection sampling": "tab:orange", "replay": "tab:green"}
+COLORS = {"plain PPO": PLAIN, "rejection sampling": RIVAL, "replay": METHOD}
 PANELS = [  # task, message
-    ("default", "1 response in 10 is right at the start"),
-    ("rare", "1 in 100"),
-    ("rarer", "1 in 1000"),
-    ("noisy", "1 verdict in 10 is wrong"),
+    ("default", "1 response in 10 is right: nothing to gain"),
+    ("rare", "1 in 100: both outperform plain PPO"),
+    ("rarer", "1 in 1000: plain PPO learns nothing"),
+    ("noisy", "1 verdict in 10 is wrong: do not imitate"),
 ]
 
 
@@ -561,27 +563,23 @@ def draw(curves, path):
     """The median of the seeds, with every seed as a thin line. Each line has its name where it ends."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(WIDTH, 7), layout="constrained")
     for axis, (task, message) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        ends = []
+        lines = {}
         for arm in TUNED:
-            mine = curves_of(curves, task, arm)
-            if not mine:
-                continue
-            for curve in mine:
-                x = [point[0] for point in curve]
-                axis.plot(x, [point[2] for point in curve], color=COLOURS[arm], lw=0.7, alpha=0.35)
-            middle = [statistics.median(c[i][2] for c in mine) for i in range(len(mine[0]))]
-            axis.plot(x, middle, color=COLOURS[arm], lw=2.5)
-            ends.append((middle[-1], x[-1], arm))
-        height = 2.0
-        for end, x, arm in sorted(ends, reverse=True):  # labels keep a distance from each other
-            height = min(end, height - 0.08)
-            axis.text(x, height, "  " + arm, color=COLOURS[arm], fontsize=11, va="center")
-        axis.set(title=message, ylim=(-0.02, 1.03), ylabel="accuracy on held-out prompts")
-        axis.set_xlabel("responses generated")
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=90)
+            seeds = [
+                [(point[0], point[2]) for point in curve] for curve in curves_of(curves, task, arm)
+            ]
+            if seeds:
+                lines["imitation" if arm == "rejection sampling" else arm] = (COLORS[arm], seeds)
+        ends = show_lines(axis, lines)
+        axis.set_title(message, fontsize=14, loc="left")
+        axis.set(ylim=(-0.02, 1.03))
+        axis.set_ylabel("accuracy on held-out prompts", fontsize=12)
+        axis.set_xlabel("responses", fontsize=12)
+        name_lines(axis, ends)
+    figure.supxlabel("thick: median · thin: each seed", fontsize=12)
+    figure.savefig(path, **SIZE)
 
 
 def show(title, table):

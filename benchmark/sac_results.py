@@ -25,6 +25,9 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+from panels import METHOD, RIVAL, SECOND_RIVAL, SIZE, VARIANT, WIDTH, name_lines, show_lines
+
 NAMES = ("sac_results.csv", "sac_curves.csv", "sac_tuning.csv")
 RESULTS, CURVES, TUNING = (ROOT / "benchmark" / name for name in NAMES)
 BC = "--algorithm bc --batch-size 64"
@@ -186,48 +189,53 @@ def grid(rows) -> str:
     return "\n".join(lines)
 
 
+COLORS = {
+    "demos + interventions": METHOD,
+    "demos only": VARIANT,
+    "HG-DAgger": RIVAL,
+    "cloning": SECOND_RIVAL,
+}
+KEYS = {
+    "success_rate": "success of the frozen policy",
+    "steps_to_success": "steps to success",
+}
+
+
 def plot():
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """The median of the seeds, with every seed as a thin line."""
     from matplotlib.figure import Figure
 
     rows, curves = read(RESULTS), read(CURVES)
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    axes = figure.subplots(1, 3)
-    keys = {"success_rate": "success of the frozen policy", "steps_to_success": "steps to success"}
-    keys["intervention_rate"] = "share of steps by the human"
-    styles = {"demos + interventions": "C0", "demos only": "C2", "HG-DAgger": "C3", "cloning": "C7"}
-    styles = {
-        arm: colour for arm, colour in styles.items() if any(row["arm"] == arm for row in curves)
-    }
-    for axis, (key, title) in zip(axes, keys.items(), strict=True):
-        for arm, colour in styles.items():
-            own = [row for row in curves if row["arm"] == arm]
-            steps = sorted({row["global_step"] for row in own})
-            values = [[row[key] for row in own if row["global_step"] == step] for step in steps]
-            values = [[v for v in at if np.isfinite(v)] or [np.nan] for at in values]
-            label = f"SAC, {arm}" if arm.startswith("demos") else arm
-            axis.plot(steps, [np.mean(at) for at in values], ".-", color=colour, label=label)
-            axis.fill_between(
-                steps,
-                [min(at) for at in values],
-                [max(at) for at in values],
-                color=colour,
-                alpha=0.12,
-            )
+    figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+    for axis, (key, title) in zip(figure.subplots(1, 2), KEYS.items(), strict=True):
+        lines = {}
+        for arm, color in COLORS.items():
+            seeds = {}
+            for row in curves:
+                if row["arm"] == arm:  # a policy without a success has no steps to it
+                    value = row[key] if np.isfinite(row[key]) else None
+                    seeds.setdefault(row["seed"], []).append((row["global_step"], value))
+            if seeds:
+                name = f"SAC, {arm}".replace("demos + interventions", "corrected")
+                name = name if arm.startswith("demos") else arm
+                lines[name] = (color, list(seeds.values()))
+        ends = show_lines(axis, lines)
         human = [row[key] for row in rows if row["arm"] == "human" and key in row]
         if human:
-            axis.axhline(np.mean(human), color="black", linestyle="--", label="the human")
-        axis.set(title=title, xlabel="environment steps")
-        axis.grid(alpha=0.3)
+            axis.axhline(np.mean(human), color="black", linestyle="--", lw=1.2)
+            ends.append((np.mean(human), ends[0][1], "the human", "black"))
+        axis.set_title(title, fontsize=14, loc="left")
+        axis.set_xlabel("environment steps", fontsize=12)
         axis.set_ylim(bottom=0)
-    axes[2].legend(*axes[0].get_legend_handles_labels(), loc="upper right")
+        name_lines(axis, ends)
     arms = ("demos + interventions", "human")
     robot, human = (
         np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms
     )
     pace = f"{robot:.1f} steps against {human:.1f}"
-    figure.suptitle(f"The policy is faster than the human, {pace}; imitation is not")
-    FigureCanvasAgg(figure).print_png(ROOT / "docs" / "sac_ablation.png")
+    figure.suptitle(f"The policy is faster than the human, {pace}; imitation is not", fontsize=15)
+    figure.supxlabel("thick: median · thin: each seed", fontsize=12)
+    figure.savefig(ROOT / "docs" / "sac_ablation.png", **SIZE)
 
 
 if __name__ == "__main__":
