@@ -1,21 +1,23 @@
-"""Writes the reading page: the six scripts by idea, each with its code, its paper and its tests.
+"""Writes the reading page: the six scripts by idea, each with its reason, equation, code and tests.
 
     pip install pygments && python docs/build.py    # docs/reading.html, one file, offline
     python docs/build.py --out page.html --source https://github.com/OWNER/REPO/blob/main
-    python docs/build.py --link-lines    # the other pages: functions named in their details link to today's lines
+    python docs/build.py --link-lines    # no page: line links of the pages, line counts of the READMEs
 
-A child of another script (ppo_v1.py, ppo_v2.py) is shown as the changes to its parent, gathered by marker. What a
-marker means is read from the child's docstring, what proves it from PROOFS below. The other scripts are shown function
-by function, less what an earlier script has word for word.
+A child of another script (ppo_v1.py, ppo_v2.py) is shown as the changes to its parent, gathered by marker. Of the
+other scripts the marked lines are shown, then all functions, less those that an earlier script has word for word.
+What a marker means is read from the docstring of the script. Tests that mention a function are found in tests/.
 """
 
 import argparse
 import ast
 import base64
 import difflib
+import functools
 import html
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +64,75 @@ PROOFS = {  # marker -> tests, file::function
     "v2: log": ["test_v2.py::test_a_run_begins_with_the_log_of_another"],
 }
 
+EQUATIONS = {  # marker or function -> what the code computes
+    "v1: accumulate": (
+        "∇L = Σ_{k} ∇L_{k}; each L_{k} is a sum over its tokens, divided by the tokens of the "
+        "whole minibatch"
+    ),
+    "v1: distributed": (
+        "g = Σ_{ranks} g_{rank}; every rank divides by the tokens of the whole minibatch"
+    ),
+    "v1: kl": "β ← β · (1 + clip(KL / target − 1, ±0.2) · n / 10,000)",
+    "v1: clip": "L = −min(ρA, clip(ρ, 1 − ε, 1 + ε_{high}) A); where A < 0, L ≤ −cA (dual clip)",
+    "v1: schedule": (
+        "linear 1 − p, cosine ½ (1 + cos πp), after a linear rise; p is the progress from 0 to 1"
+    ),
+    "v2: buffer": (
+        "P(i) = p_{i} / Σp, p_{i} = (mean positive advantage)^{α} · exp(−age / τ); weight "
+        "(N·P(i))^{−β} / max"
+    ),
+    "v2: lag": "μ_{i} = π_{i−K}: iteration i samples with the weights of K iterations ago",
+    "v2: correction": (
+        "L = −A · w · log π, with w = r · [kept] and r = π / μ: the rule decides what is kept, "
+        "and how large w may be"
+    ),
+    "warm-up: weights": "L = mean_{i} w_{i} (Q(s_{i}, a_{i}) − y_{i})², with weights of mean 1",
+    "warm-up: conservative": (
+        "α · (log Σ_{m} exp(Q(s, a_{m}) − log μ(a_{m})) − Q(s, a)); Cal-QL: max(Q(s, a_{m}), "
+        "return) for actions of the policy"
+    ),
+    "warm-up: cloning": "‖tanh(mean(s)) − a‖²",
+    "warm-up: replay": (
+        "P(i) ∝ (|δ_{i}| + 10^{−6})^{α}; offline share max(min, first · decay^{steps})"
+    ),
+    "hybrid: grasp": "y = r + penalty + γ · mask · Q_{target}(s′, argmax_{g} Q(s′, g))",
+    "hybrid: bc": "‖tanh(mean(s)) − a‖² on rows of demonstrations",
+    "hybrid: cloning": "‖tanh(mean(s)) − a‖² on rows of demonstrations",
+    "whiten": "(x − mean x) / √(var x + 10^{−8})",
+    "token_rewards": "r_{t} = −β (log π − log π_{ref}) + [t is last] · score",
+    "k3_kl": "KL(p ‖ q) ≈ q/p − 1 − log(q/p), with samples of p",
+    "compute_gae": "δ_{t} = r_{t} + γV_{t+1} − V_{t}, A_{t} = δ_{t} + γλA_{t+1}",
+    "policy_loss": "L = −min(ρA, clip(ρ, 1 − ε, 1 + ε) A), ρ = π_{θ} / π_{old}",
+    "value_loss": "½ max((V − R)², (V_{old} + clip(V − V_{old}, ±ε) − R)²)",
+    "explained_variance": "1 − Var(R − V) / Var(R)",
+    "group_advantages": "A_{i} = (R_{i} − mean of the group) / std of the group",
+    "weaken_stripped_failures": (
+        "where A < 0: A ← A · min(1, π(y | question) / π(y | advice, question))"
+    ),
+    "grpo_loss": (
+        "L = −Σ_{tokens} min(ρA, clip(ρ, 1 − ε, 1 + ε_{high}) A) / number of tokens; ε_{high} "
+        "is wider for stripped and replayed tokens"
+    ),
+    "tanh_normal": "a = tanh(u), u = mean + std · noise; log π(a) = log N(u) − Σ log(1 − a²)",
+    "td_target": "y = r + γ · mask · V(s′)",
+    "grasp_target": "y = r + penalty + γ · mask · Q_{target}(s′, argmax_{g} Q(s′, g))",
+    "conservative_gap": "log Σ_{m} exp(Q(s, a_{m}) − log μ(a_{m})) − Q(s, a)",
+    "normalize_weights": "w / mean(w)",
+    "offline_ratio_at": "max(min, first · decay^{steps})",
+    "return_to_go": "G_{t} = r_{t} + γG_{t+1}",
+    "td_errors": "δ = Q(s, a) − y",
+}
+PROOF_WORDS = {  # other markers: words in the names of their tests; without an entry, the word of the marker
+    "warm-up: conservative": "conservative|cql",
+    "warm-up: cloning": "clon",
+    "warm-up: replay": "priorit|retention|offline_share",
+    "warm-up: overfitting": "early_stop|dropout|noise_on_obs",
+    "hybrid: grasp": "grasp|gripper",
+    "hybrid: images": "image|shift|encoder",
+    "hybrid: bc": "clon|bc",
+    "hybrid: cloning": "clon|bc",
+}
+
 
 # --- reading the scripts ---
 class Block(NamedTuple):
@@ -75,6 +146,7 @@ class Block(NamedTuple):
     text: str  # without the comments above
 
 
+@functools.cache
 def blocks(source: str) -> list[Block]:
     lines, found = source.splitlines(), []
     banners = [
@@ -103,7 +175,7 @@ def importance(section: str) -> int:
 def read_markers(source: str) -> dict[str, str]:
     """`v2: buffer` -> what the docstring says about it."""
     found = re.findall(
-        r"^    (v\d: \w+) +- (.*(?:\n {12,}.*)*)", ast.get_docstring(ast.parse(source)), re.M
+        r"^    ([\w-]+: \w+) +- (.*(?:\n {12,}.*)*)", ast.get_docstring(ast.parse(source)), re.M
     )
     return {marker: re.sub(r"\s+", " ", text) for marker, text in found}
 
@@ -113,6 +185,29 @@ def own_markers(parent: str, child: str) -> dict[str, str]:
     sources = [(ROOT / name).read_text(encoding="utf-8") for name in (parent, child)]
     old, new = map(read_markers, sources)
     return {marker: text for marker, text in new.items() if marker not in old}
+
+
+@functools.cache
+def tests_of(script: str) -> list[tuple[str, Block]]:
+    """(file, test) of all tests in files that import the script"""
+    stem, found = script.removesuffix(".py"), []
+    for path in sorted((ROOT / "tests").glob("test_*.py")):
+        source = path.read_text(encoding="utf-8")
+        if re.search(rf"^(import|from) {stem}\b", source, re.M):
+            tests = [block for block in blocks(source) if block.name.startswith("test_")]
+            found += [(path.name, block) for block in tests]
+    return found
+
+
+def proofs(marker: str, script: str) -> list[str]:
+    """Tests of a marker, file::function"""
+    if marker in PROOFS:
+        return PROOFS[marker]
+    words = PROOF_WORDS.get(marker, marker.partition(": ")[2])
+    found = [
+        f"{name}::{test.name}" for name, test in tests_of(script) if re.search(words, test.name)
+    ]
+    return found[:3]
 
 
 class Change(NamedTuple):
@@ -213,7 +308,24 @@ def link_lines(page: Path) -> str:
     return before + title + details + end + after
 
 
+def count_lines(page: Path) -> str:
+    """A README, with today's number of lines of each script and of changes to its parent"""
+    text = page.read_text(encoding="utf-8")
+    for script, parent in PARENTS.items():
+        child = (ROOT / script).read_text(encoding="utf-8").splitlines()
+        changes = "–"
+        if parent:
+            lines = (ROOT / parent).read_text(encoding="utf-8").splitlines()
+            matcher = difflib.SequenceMatcher(None, lines, child, autojunk=False)
+            same = sum(block.size for block in matcher.get_matching_blocks())
+            changes = f"+{len(child) - same} −{len(lines) - same}"
+        row = rf"(?m)^(\| \[`{script}`\].*) \| \d+ \| (?:–|\+\d+ −\d+) \|"
+        text = re.sub(row, rf"\1 | {len(child)} | {changes} |", text)
+    return text
+
+
 # --- writing the page ---
+@functools.cache
 def colour(source: str) -> list[str]:
     """Lines of Python as HTML; plain names, operators and spaces go without a span, which halves the page."""
     text = highlight(source, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
@@ -222,11 +334,39 @@ def colour(source: str) -> list[str]:
     ]
 
 
+ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5}(?:v\d)?)")
+ARXIV_LINK = r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>'
+
+
 def with_links(text: str) -> str:
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text[:1].upper() + text[1:]))
-    return re.sub(
-        r"arXiv:(\d{4}\.\d{5}(?:v\d)?)", r'<a href="https://arxiv.org/abs/\1">arXiv:\1</a>', text
-    )
+    return ARXIV.sub(ARXIV_LINK, text)
+
+
+def equation(name: str) -> str:
+    text = html.escape(EQUATIONS.get(name, ""))
+    text = re.sub(r"_\{(.*?)\}", r"<sub>\1</sub>", text)
+    text = re.sub(r"\^\{(.*?)\}", r"<sup>\1</sup>", text)
+    return f"<p class=equation>{text}</p>" if text else ""
+
+
+def show_docstring(text: str) -> str:
+    """Paragraphs wrap; what is indented or a list keeps its lines and scrolls on a phone."""
+    parts = []
+    for block in textwrap.dedent(text).strip("\n").split("\n\n"):
+        lines = block.splitlines()
+        first = next((i for i, line in enumerate(lines) if re.match(r" |[-*] ", line)), len(lines))
+        if first:  # a paragraph, or the sentence above a list
+            parts.append(f"<p>{with_links(' '.join(lines[:first]))}</p>")
+        if first < len(lines):
+            kept = textwrap.dedent("\n".join(lines[first:]))
+            if re.match(r"[-*] ", kept):
+                items = re.split(r"(?m)^[-*] ", kept)[1:]
+                parts.append(f"<ul>{''.join(f'<li>{with_links(item)}' for item in items)}</ul>")
+            else:
+                kept = ARXIV.sub(ARXIV_LINK, html.escape(kept))
+                parts.append(f"<pre class=doc>{kept}</pre>")
+    return "".join(parts)
 
 
 def code(rows: list[tuple[str, int | str, str]]) -> str:
@@ -244,7 +384,15 @@ def show_test(test: str) -> str:
     source = (ROOT / "tests" / name).read_text(encoding="utf-8")
     block = next(block for block in blocks(source) if block.name == function)
     rows = [(" ", i + 1, line) for i, line in enumerate(colour(source))][block.first : block.last]
-    return f"<details class=test><summary>proved by <code>{function}</code></summary>{code(rows)}</details>"
+    return (
+        f"<details class=test><summary>test <code>{function}</code></summary>{code(rows)}</details>"
+    )
+
+
+def show_marker(marker: str, text: str, script: str) -> str:
+    """Title, reason, equation and tests"""
+    title = f'<h3 id="{marker.replace(": ", "-")}">{marker}</h3><p>{with_links(text)}.</p>'
+    return title + equation(marker) + "".join(map(show_test, proofs(marker, script)))
 
 
 def show_changes(parent: str, child: str, source_url: str) -> str:
@@ -264,10 +412,10 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
     parts = [f"<p>+{added} −{removed} lines; {share:.0f} % of <code>{parent}</code> is kept.</p>"]
 
     def place(change):
-        return next(
-            (x for x in reversed(places) if x.first <= change.b0),
-            Block("constants", "args", 0, 0, "", ""),
-        )
+        inside = [x for x in places if x.first <= change.b0 < x.last]
+        begins = [x for x in places if change.b0 <= x.first < change.b1]
+        constants = Block("constants", "args", 0, 0, "", "")
+        return next(iter(inside + begins), constants)
 
     rows = [
         (sign, "" if sign == "-" else i + 1, (left if sign == "-" else right)[i])
@@ -301,20 +449,76 @@ def show_changes(parent: str, child: str, source_url: str) -> str:
             shown += f"<p class=where>{where}</p>{code(rows[start:end])}"
         return shown
 
-    changes = [
-        change for change in changes if change.b0 >= ast.parse(new).body[0].end_lineno
-    ]  # below the docstring
+    end_of_docstring = ast.parse(new).body[0].end_lineno
+    changes = [change for change in changes if change.b0 >= end_of_docstring]
     for marker, text in markers.items():
         chosen = [change for change in changes if marker in change.markers and change.b0 >= top]
         chosen.sort(key=lambda change: importance(place(change).section))
-        tests = "".join(map(show_test, PROOFS.get(marker, ())))
-        title = f'<h3 id="{marker.replace(": ", "-")}">{marker}</h3><p>{with_links(text)}.</p>'
-        parts.append(title + tests + show(chosen))
+        parts.append(show_marker(marker, text, child) + show(chosen))
     rest = [change for change in changes if not change.markers or change.b0 < top]
     parts.append(
-        f"<details><summary>imports, and what has no marker</summary>{show(rest)}</details>"
+        f"<details><summary>imports, and lines without a marker</summary>{show(rest)}</details>"
     )
     return "".join(parts)
+
+
+def name_at(source: str, line: int) -> str:
+    """The innermost function or class at a line, with the class of a method"""
+    names = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            if node.lineno <= line <= node.end_lineno:
+                names.append((node.lineno, node.name))
+    return ".".join(name for _, name in sorted(names)) or "constants"
+
+
+def marked_parts(source: str, marker: str) -> list[tuple[int, int]]:
+    """Lines (from 0, last excluded) of the statements that carry a marker, or stand below it"""
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    end_of_docstring = ast.parse(source).body[0].end_lineno
+    parts = []
+    for i, line in enumerate(source.splitlines(), 1):
+        if i > end_of_docstring and re.search(rf"# (.*; )?{re.escape(marker)}\b", line):
+            below = [node for node in statements if node.lineno >= i]
+            same = [node for node in statements if node.lineno <= i <= node.end_lineno]
+            if not line.lstrip().startswith("#"):
+                node = max(same, key=lambda node: (node.lineno, -node.end_lineno))
+            else:
+                node = min(below, key=lambda node: (node.lineno, -node.end_lineno))
+            first = min(i, node.lineno) - 1
+            if not parts or node.end_lineno > parts[-1][1]:  # not inside the part before
+                parts.append((first, node.end_lineno))
+    return parts
+
+
+def show_marked(script: str, source_url: str) -> str:
+    """The lines of each marker, as statements"""
+    source = (ROOT / script).read_text(encoding="utf-8")
+    lines, shown = colour(source), ""
+    for marker, text in read_markers(source).items():
+        shown += show_marker(marker, text, script)
+        for first, last in marked_parts(source, marker):
+            name = name_at(source, first + 1)
+            link = f'<a href="{source_url}/{script}#L{first + 1}">{name}, line {first + 1}</a>'
+            indent = len(source.splitlines()[first]) - len(source.splitlines()[first].lstrip())
+            rows = code([("+", i + 1, lines[i][indent:]) for i in range(first, last)])
+            shown += f"<p class=where>{link}</p>{rows}"
+    return shown
+
+
+def show_block(block: Block, script: str, lines: list[str], source_url: str) -> str:
+    """A function or class, folded: summary, equation, code, and the tests that mention it"""
+    rows = [(" ", i + 1, lines[i]) for i in range(block.first, block.last)]
+    where = f'<a href="{source_url}/{script}#L{block.first + 1}">line {block.first + 1}</a>'
+    title = f"<code>{block.name}</code> {with_links(block.summary)} <small>{where}</small>"
+    mentions = [
+        f'<a href="{source_url}/tests/{name}#L{test.first + 1}">{test.name}</a>'
+        for name, test in tests_of(script)
+        if re.search(rf"\b{block.name}\b", test.text)
+    ]
+    tested = f"<p class=tested>Tests: {', '.join(mentions[:4])}</p>" if mentions else ""
+    inside = equation(block.name) + code(rows) + tested
+    return f"<details><summary>{title}</summary>{inside}</details>"
 
 
 def show_blocks(script: str, seen: dict[str, str], source_url: str) -> str:
@@ -322,16 +526,12 @@ def show_blocks(script: str, seen: dict[str, str], source_url: str) -> str:
     source = (ROOT / script).read_text(encoding="utf-8")
     places, lines = blocks(source), colour(source)
     _, _, rest = ast.get_docstring(ast.parse(source)).partition("\n")
-    parts = [f"<pre class=doc>{with_links(rest.strip())}</pre>"]
+    parts = [show_docstring(rest), show_marked(script, source_url)]
     for section in sorted(dict.fromkeys(block.section for block in places), key=importance):
         own = [block for block in places if block.section == section and block.text not in seen]
         if own:
             parts.append(f"<h3>{section.replace('_', ' ')}</h3>")
-        for block in own:
-            rows = [(" ", i + 1, lines[i]) for i in range(block.first, block.last)]
-            where = f'<a href="{source_url}/{script}#L{block.first + 1}">line {block.first + 1}</a>'
-            title = f"<code>{block.name}</code> {with_links(block.summary)} <small>{where}</small>"
-            parts.append(f"<details><summary>{title}</summary>{code(rows)}</details>")
+        parts += [show_block(block, script, lines, source_url) for block in own]
     copies = {}
     for block in places:
         if block.text in seen:
@@ -363,6 +563,8 @@ img{max-width:100%;background:#fff}p,summary{overflow-wrap:anywhere}
 code,pre{font-family:ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace;font-size:12.5px}
 pre{line-height:19px;margin:4px 0 16px;padding:8px 0;background:var(--box);border-radius:6px;overflow-x:auto}
 pre.doc{padding:8px 12px}
+.equation{margin:8px 0;padding:6px 12px;border-left:3px solid var(--a);font-family:Georgia,'DejaVu Serif',serif}
+.tested{margin:-8px 0 16px;font-size:13px;color:var(--m);overflow-wrap:anywhere}
 .line{display:block;width:max-content;min-width:100%;padding-right:12px}
 .line s{display:inline-block;width:44px;padding-right:10px;text-align:right;color:var(--m);text-decoration:none;
 user-select:none}
@@ -372,12 +574,12 @@ summary{cursor:pointer;padding:4px 0}.test summary{color:var(--m);font-size:14px
 @media(max-width:900px){body{display:block}main{padding:8px 14px 60px}h1{font-size:26px}
 nav{width:auto;height:auto;position:static;border:0;border-bottom:1px solid var(--l);padding:8px 14px 14px}
 nav b{display:inline-block;margin:4px 14px 0 0}nav span{display:none}
-code,pre{font-size:11.5px}pre{line-height:17px}pre.doc{white-space:pre-wrap}.line s{width:34px;padding-right:8px}}
+code,pre{font-size:11.5px}pre{line-height:17px}.line s{width:34px;padding-right:8px}}
 """
 QUESTION = "How do you learn from experience that is not fresh?"
-INTRO = """Six scripts, one algorithm each. Here they stand by idea: the words, the paper, the test that proves it, and
-the code that it takes. ppo_v1.py and ppo_v2.py are shown as changes to their parent, green lines new, red ones gone;
-the others function by function."""
+INTRO = """Six scripts, one algorithm each. This page shows them by idea: the reason, the equation, the tests, and the
+code that it takes. ppo_v1.py and ppo_v2.py are shown as changes to the script before them: green lines are new, red
+lines are removed. Of the others the marked lines come first, then all functions. Click on a line with a triangle."""
 
 
 def build(source_url: str = "..") -> str:
@@ -396,8 +598,10 @@ def build(source_url: str = "..") -> str:
         sections.append(
             f"<h2 id={stem}>{script}</h2><p>{with_links(title)} {page}.</p>{image}{body}"
         )
-        markers = own_markers(parent, script) if parent else []
-        links = "".join(f'<a href="#{m.replace(": ", "-")}">{m[4:]}</a>' for m in markers)
+        markers = own_markers(parent, script) if parent else read_markers(source)
+        links = "".join(
+            f'<a href="#{m.replace(": ", "-")}">{m.partition(": ")[2]}</a>' for m in markers
+        )
         contents.append(f'<b><a href="#{stem}">{script}</a></b><span>{links}</span>')
     formatters = [HtmlFormatter(style=name, nobackground=True) for name in ("xcode", "github-dark")]
     light, dark = (formatter.get_style_defs("pre") for formatter in formatters)
@@ -418,11 +622,13 @@ if __name__ == "__main__":
     parser.add_argument(
         "--source", default="..", help="where the scripts are, for links to their lines"
     )
-    parser.add_argument("--link-lines", action="store_true", help="no page; see above")
+    parser.add_argument("--link-lines", action="store_true", help="no page: links and counts")
     options = parser.parse_args()
-    for page in (ROOT / "docs").glob("*.md") if options.link_lines else ():
-        page.write_text(link_lines(page), encoding="utf-8")
     if options.link_lines:
+        for page in (ROOT / "docs").glob("*.md"):
+            page.write_text(link_lines(page), encoding="utf-8")
+        for page in ROOT.glob("README*.md"):
+            page.write_text(count_lines(page), encoding="utf-8")
         sys.exit()
     options.out.write_text(build(options.source), encoding="utf-8")
     print(options.out)

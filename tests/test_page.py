@@ -25,11 +25,39 @@ def section(page, child):
     return re.search(rf"<h2 id={child[:-3]}>.*?(?=<h2|</main>)", page, re.S)[0]
 
 
-def test_every_marker_has_its_words_and_its_proof():
-    known = {}
-    for parent, child in CHILDREN:
-        known |= build.own_markers(parent, child)
-    assert known.keys() == build.PROOFS.keys()
+def markers():
+    """(script, marker, its words) of all six, without those of a parent"""
+    for script, parent in build.PARENTS.items():
+        source = (ROOT / script).read_text(encoding="utf-8")
+        found = build.own_markers(parent, script) if parent else build.read_markers(source)
+        yield from ((script, marker, text) for marker, text in found.items())
+
+
+def test_every_marker_has_its_words_its_proof_and_its_code(page):
+    known = list(markers())
+    assert {script for script, _, _ in known} >= {"ppo_v1.py", "ppo_v2.py", "wsrl_warmup.py"}
+    assert build.PROOFS.keys() <= {marker for _, marker, _ in known}
+    for script, marker, text in known:
+        proofs = build.proofs(marker, script)
+        assert text and proofs, marker
+        part = re.search(rf'<h3 id="{marker.replace(": ", "-")}">.*?(?=<h3|<h2|$)', page, re.S)[0]
+        assert all(f"<code>{test.partition('::')[2]}</code>" in part for test in proofs)
+        assert 'class="line add"' in part, marker
+
+
+def test_equations_stand_beside_what_they_describe(page):
+    sources = [(ROOT / script).read_text(encoding="utf-8") for script in build.PARENTS]
+    functions = {block.name for source in sources for block in build.blocks(source)}
+    described = functions | {marker for _, marker, _ in markers()}
+    shown = [name for name in build.EQUATIONS if name in described and build.equation(name) in page]
+    assert len(shown) >= 24, sorted(build.EQUATIONS.keys() - described)
+    assert "r<sub>t</sub> + γV<sub>t+1</sub> − V<sub>t</sub>" in page
+
+
+def test_marked_parts_are_whole_statements():
+    source = '"""Doc."""\nx = 1  # a: b\nif x:  # a: b\n    y = 2\n# a: b\n\ndef f():\n    pass\n'
+    assert build.marked_parts(source, "a: b") == [(1, 2), (2, 4), (4, 8)]
+    assert build.name_at(source, 8) == "f"
 
 
 def test_every_link_resolves(page):
@@ -79,7 +107,7 @@ def test_every_change_is_shown_under_its_marker(page, parent, child):
 CHECK = """<iframe id=f height=844 src=page.html></iframe><script>f.width = WIDTH; f.onload = () => {
 const d = f.contentDocument, height = x => x.getBoundingClientRect().height;
 f.contentWindow.location.hash = "#v2-buffer";
-const fold = d.querySelector("#v2-buffer + p + details"), closed = height(fold); fold.open = true;
+const fold = d.querySelector("#v2-buffer ~ details"), closed = height(fold); fold.open = true;
 document.body.textContent = JSON.stringify({width: d.documentElement.scrollWidth, opened: height(fold) - closed,
 top: d.getElementById("v2-buffer").getBoundingClientRect().top,
 nav: d.querySelector("nav a[href='#v2-buffer']").offsetHeight,
