@@ -4,11 +4,12 @@ python benchmark/overview.py    # docs/overview.png, from the CSVs of the studie
 """
 
 import csv
+import statistics
 from collections import defaultdict
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from panels import METHOD, PLAIN, RIVAL, SIZE, VARIANT, name_lines, show_lines
+from panels import METHOD, PLAIN, RIVAL, SIZE, name_lines, show_lines
 
 HERE = Path(__file__).resolve().parent
 REPLAY = {
@@ -18,21 +19,21 @@ REPLAY = {
 }
 PANELS = [  # title, csv, its columns of arm, x and y, rows to take, {arm: (name, color)}, labels of the axes
     (
-        "1 response in 100 is right:\nreplay and imitation outperform PPO",
+        "Sorting, 1 response in 100 is right:\nreplay and imitation are faster",
         ("replay_study.csv", "arm", "responses", "accuracy"),
         dict(task="rare"),
         REPLAY,
         ("responses", "accuracy"),
     ),
     (
-        "1 verdict in 10 is wrong:\nimitation copies the errors",
+        "Sorting, 1 verdict in 10 is wrong:\nimitation copies the errors",
         ("replay_study.csv", "arm", "responses", "accuracy"),
         dict(task="noisy"),
         REPLAY,
         ("responses", "accuracy"),
     ),
     (
-        "Notes for agents: HET outperforms\nGRPO, imitation is faster",
+        "Opening locks with notes: HET out-\nperforms GRPO, imitation is faster",
         ("het_study.csv", "arm", "global_step", "unguided"),
         dict(game="lock"),
         {
@@ -43,24 +44,23 @@ PANELS = [  # title, csv, its columns of arm, x and y, rows to take, {arm: (name
         ("episodes", "success without notes"),
     ),
     (
-        "A clumsy human: SAC outperforms\nimitation, and needs the human",
+        "Lifting a bar with a clumsy human:\nSAC outperforms imitation",
         ("sac_curves.csv", "arm", "global_step", "success_rate"),
         {},
         {
-            "demos only": ("SAC, no human", PLAIN),
+            "demos only": ("no corrections", PLAIN),
             "HG-DAgger": ("imitation", RIVAL),
             "demos + interventions": ("SAC", METHOD),
         },
         ("environment steps", "success"),
     ),
     (
-        "Poor offline data: a warm-up helps,\nits extras do not",
+        "Pendulum from poor data: with a\nwarm-up no bad first steps",
         ("wsrl_study.csv", "arm", "env_steps", "return"),
         dict(task="no demos"),
         {
             "scratch": ("no data", PLAIN),
             "bc then SAC": ("clone first", RIVAL),
-            "SAC then SAC": ("no extras", VARIANT),
             "design": ("warm-up", METHOD),
         },
         ("online steps", "return"),
@@ -94,48 +94,47 @@ def show_learning(axis, title, columns, where, arms, labels):
 
 
 def show_lag(axis):
-    """Accuracy without a lag and with one of 8 iterations; the simple rival is a lower learning rate."""
+    """Accuracy with samples that are 8 iterations old: a bar per arm, a dot per seed"""
     arms = {  # name: (color, correction, learning rate)
-        "dppo": (METHOD, "dppo", "0.0003"),
-        "lower rate": (RIVAL, "none", "0.0001"),
         "plain": (PLAIN, "none", "0.0003"),
+        "lower\nlearning rate": (RIVAL, "none", "0.0001"),
+        "dppo": (METHOD, "dppo", "0.0003"),
     }
-    rows = [row for row in read("lag_study.csv") if row["part"] == "default"]
-    lines = {}
-    for name, (color, correction, rate) in arms.items():
-        seeds = defaultdict(list)
-        for row in rows:
-            # without a lag nothing is stale, and the corrections do nothing
-            asked = correction if row["lag"] == "8" else "none"
-            if row["lag"] in ("0", "8") and row["correction"] == asked:
-                if row["learning_rate"] == rate:
-                    seeds[row["seed"]].append((int(row["lag"]), float(row["end"])))
-        lines[name] = (color, [sorted(points) for points in seeds.values()])
-    ends = show_lines(axis, lines)
+    rows = [row for row in read("lag_study.csv") if row["part"] == "default" and row["lag"] == "8"]
+    for height, (color, correction, rate) in enumerate(arms.values()):
+        ends = [
+            float(row["end"])
+            for row in rows
+            if (row["correction"], row["learning_rate"]) == (correction, rate)
+        ]
+        axis.barh(height, statistics.median(ends), height=0.5, color=color, alpha=0.35)
+        heights = [height + 0.09 * (i - 2) for i in range(len(ends))]
+        axis.plot(ends, heights, "o", color=color, ms=8, alpha=0.8)
+    axis.set_yticks(range(len(arms)), arms, weight="bold")
+    for label, (color, _, _) in zip(axis.get_yticklabels(), arms.values(), strict=True):
+        label.set_color(color)
     axis.set_title(
-        "Samples that are 8 iterations old:\ncorrect them, or learn more slowly",
+        "Sorting, samples are 8 iterations\nold: learn more slowly, or use dppo",
         fontsize=15,
         loc="left",
     )
-    axis.set_xlabel("age of samples (iterations)", fontsize=13)
-    axis.set_ylabel("accuracy", fontsize=13)
-    axis.set_xticks([0, 8])
-    axis.set_ylim(-0.03, 1.12)
-    name_lines(axis, ends, size=14)
+    axis.set_xlabel("accuracy", fontsize=13)
+    axis.set_xlim(-0.03, 1.05)
+    axis.grid(alpha=0.25, axis="x")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw(path):
-    figure = Figure(figsize=(15, 9), layout="constrained")
+    figure = Figure(figsize=(14.5, 9), layout="constrained")
     first, *others = figure.subplots(2, 3).flat
     show_lag(first)
     for axis, panel in zip(others, PANELS, strict=True):
         show_learning(axis, *panel)
     for axis in figure.axes:
         axis.tick_params(labelsize=12)
-    figure.supxlabel(
-        "green: the method · orange: its simplest rival · blue: plain · thick: median · thin: each seed",
-        fontsize=14,
-    )
+    roles = "green: the method · orange: its simplest rival · blue: plain"
+    marks = "thick line, bar: median · thin line, dot: a seed"
+    figure.supxlabel(f"{roles} · {marks}", fontsize=14)
     figure.savefig(path, **SIZE)
 
 

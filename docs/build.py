@@ -506,13 +506,20 @@ def show_marked(script: str, source_url: str) -> str:
     return shown
 
 
+def line_of_def(block: Block) -> int:
+    """From 1, below the decorators"""
+    lines = block.text.splitlines()
+    decorators = next(i for i, line in enumerate(lines) if line.startswith(("def ", "class ")))
+    return block.last - len(lines) + decorators + 1
+
+
 def show_block(block: Block, script: str, lines: list[str], source_url: str) -> str:
     """A function or class, folded: summary, equation, code, and the tests that mention it"""
     rows = [(" ", i + 1, lines[i]) for i in range(block.first, block.last)]
     where = f'<a href="{source_url}/{script}#L{block.first + 1}">line {block.first + 1}</a>'
     title = f"<code>{block.name}</code> {with_links(block.summary)} <small>{where}</small>"
     mentions = [
-        f'<a href="{source_url}/tests/{name}#L{test.first + 1}">{test.name}</a>'
+        f'<a href="{source_url}/tests/{name}#L{line_of_def(test)}">{test.name}</a>'
         for name, test in tests_of(script)
         if re.search(rf"\b{block.name}\b", test.text)
     ]
