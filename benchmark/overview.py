@@ -61,7 +61,7 @@ PANELS = [  # title, csv, its columns of arm, x and y, rows to take, {arm: (name
         {
             "scratch": ("no data", PLAIN),
             "bc then SAC": ("clone first", RIVAL),
-            "design": ("warm-up", METHOD),
+            "SAC then SAC": ("warm-up", METHOD),
         },
         ("online steps", "return"),
     ),

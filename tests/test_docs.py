@@ -77,8 +77,13 @@ def test_the_chinese_readme_has_the_same_commands_rows_and_numbers():
         tables = [line for line in text.splitlines() if line.startswith("|")]
         return [sorted(re.findall(r"−?\d+(?:[.e]-?\d+)*", line)) for line in tables]
 
+    def numbers(text):
+        text = re.sub(r"```.*?```|\]\([^)]*\)|`[^`]*`", "", text, flags=re.S)
+        return sorted(re.findall(r"−?\d+(?:\.\d+)*", text))
+
     assert blocks(README) == blocks(CHINESE)
     assert rows(README) == rows(CHINESE)
+    assert numbers(README) == numbers(CHINESE)
     links = [re.findall(r"\]\(([^)]*)\)", text) for text in (README, CHINESE)]
     assert links[0][0] == "README.zh-CN.md" and links[1][0] == "README.md"
     assert links[0][1:] == links[1][1:]
@@ -377,6 +382,74 @@ def test_tables_of_the_pages_are_what_the_benchmarks_print(tmp_path):
             assert len(lines) <= 10 or "| setting |" in lines[0], (
                 f"{page.name}: more than eight rows, and no grid"
             )
+
+
+def last_values(name, column, x, **wanted):
+    """{seed: value of a column in the row with the largest x} of the rows with these values"""
+    rows = csv.DictReader(open(ROOT / "benchmark" / name, encoding="utf-8"))
+    rows = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    rows = sorted((row for row in rows if row[column]), key=lambda row: float(row[x]))
+    return {row["seed"]: float(row[column]) for row in rows}
+
+
+def percent(values):
+    return f"{100 * np.mean(list(values.values())):.0f} %"
+
+
+def test_the_table_of_the_readme_is_the_raw_data():
+    def lag(correction, rate):
+        wanted = dict(part="default", lag="8", correction=correction, learning_rate=rate)
+        return last_values("lag_study.csv", "end", "lag", **wanted)
+
+    def replay(task, arm):
+        return last_values("replay_study.csv", "accuracy", "responses", task=task, arm=arm)
+
+    def solved(arm):
+        return sum(accuracy >= 0.9 for accuracy in replay("rarer", arm).values())
+
+    def lock(arm, **more):
+        more = dict(game="lock", arm=arm) | more
+        return percent(last_values("het_study.csv", "unguided", "global_step", **more))
+
+    def robot(arm):
+        return percent(last_values("sac_results.csv", "success_rate", "seed", arm=arm))
+
+    def pendulum(arm, steps):
+        wanted = dict(task="no demos", arm=arm, env_steps=str(steps))
+        found = last_values("wsrl_study.csv", "return", "env_steps", **wanted)
+        return f"−{-np.mean(list(found.values())):.0f}"
+
+    collapsed = sum(end < 0.5 for end in lag("none", "0.0003").values())
+    low = percent(lag("none", "0.0001")), percent(lag("dppo", "0.0001"))
+    expected = {
+        "staleness.md": [percent(lag("dppo", "0.0003")), f"{collapsed} seeds of 5 collapse"],
+        "ppo_v2.md": [
+            f"{solved('replay')} seeds of 5 learn",
+            f"responses: {solved('rejection sampling')} seeds of 5",
+            f"({percent(replay('noisy', 'replay'))}, imitation",
+            f"imitation {percent(replay('noisy', 'rejection sampling'))})",
+        ],
+        "het_grpo.md) | opening locks: 98": [
+            lock("HET", learning_rate="0.001", epochs="2"),
+            f"GRPO {lock('baseline')}",
+        ],
+        "het_grpo.md) | opening locks: 7": [lock("baseline + replay"), lock("baseline")],
+        "sac_hybrid.md": [
+            robot("demos + interventions"),
+            f"corrections: {robot('demos only')}",
+            f"(HG-DAgger): {robot('HG-DAgger')}",
+        ],
+        "wsrl_warmup.md": [
+            f"a return of {pendulum('SAC then SAC', 0)}, the clone of the data {pendulum('bc then SAC', 0)}",
+            f"steps: {pendulum('SAC then SAC', 400)}, the clone {pendulum('bc then SAC', 400)}",
+        ],
+    }
+    assert solved("plain PPO") == 0 and min(low) >= "98 %"
+    assert robot("demos + interventions") == robot("human")
+    table = README.split("## What came out")[1]
+    for page, phrases in expected.items():
+        row = next(line for line in table.splitlines() if page in line)
+        assert not [phrase for phrase in phrases if phrase not in row], (page, phrases)
 
 
 def test_the_sentence_of_the_robot_and_its_human_is_the_raw_data(monkeypatch):
