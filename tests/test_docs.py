@@ -476,3 +476,30 @@ def test_the_readme_says_how_fast_an_update_is(monkeypatch):
     assert f"`sac_hybrid.py` is {bare:.2f} times as fast, with LayerNorm {ours:.2f} times" in README
     sbx = study.times(rows, "SBX", 256, 0) / bare
     assert f"SBX is {sbx:.2f} times as fast as `sac_hybrid.py`" in README
+
+
+def test_names_in_the_page_of_the_design_documents_exist():
+    """Tests, functions, classes and options that docs/design.md points to; the second column quotes a document."""
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+    scripts = "\n".join((ROOT / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS)
+    rows = [
+        line.strip("|").split("|")
+        for line in (ROOT / "docs" / "design.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|") and len(line.strip("|").split("|")) == 4
+    ]
+    missing = []
+    for _, _, where, _ in rows[1:]:
+        for name in re.findall(r"`([^`]+)`", where):
+            if name.startswith("test_"):
+                found = (
+                    re.search(rf"def {name}\b|/{name}", tests) or (ROOT / "tests" / name).exists()
+                )
+            elif name.startswith("--"):
+                option = name[2:].split()[0].replace("-", "_").removeprefix("no_")
+                found = re.search(rf"^    {option}: ", scripts, re.M)
+            elif re.fullmatch(r"[\w.]+", name):
+                found = re.search(rf"\b{name.rpartition('.')[2]}\b", scripts)
+            else:
+                continue
+            missing += [name] * (not found)
+    assert len(rows) > 90 and not missing, missing
