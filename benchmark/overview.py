@@ -26,14 +26,14 @@ PANELS = [  # title, csv, its columns of arm, x and y, rows to take, {arm: (name
         ("responses", "accuracy"),
     ),
     (
-        "Sorting, 1 verdict in 10 is wrong:\nimitation copies the errors",
+        "Sorting, 1 verdict in 10 is wrong:\ndo not imitate",
         ("replay_study.csv", "arm", "responses", "accuracy"),
         dict(task="noisy"),
         REPLAY,
         ("responses", "accuracy"),
     ),
     (
-        "Opening locks with notes: HET out-\nperforms GRPO, imitation is faster",
+        "Opening locks with notes: better\nthan GRPO, imitation is faster",
         ("het_study.csv", "arm", "global_step", "unguided"),
         dict(game="lock"),
         {
