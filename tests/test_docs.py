@@ -425,7 +425,7 @@ def test_the_table_of_the_readme_is_the_raw_data():
         "staleness.md": [percent(lag("dppo", "0.0003")), f"{collapsed} seeds of 5 collapse"],
         "ppo_v2.md": [
             f"{solved('replay')} seeds of 5 learn",
-            f"responses: {solved('rejection sampling')} seeds of 5",
+            f"): {solved('rejection sampling')} seeds of 5",
             f"({percent(replay('noisy', 'replay'))}, imitation",
             f"imitation {percent(replay('noisy', 'rejection sampling'))})",
         ],
