@@ -17,7 +17,6 @@ import contextlib
 import csv
 import io
 import json
-import math
 import pickle
 import statistics
 import sys
@@ -26,9 +25,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]
-import panels
-
+sys.path.insert(0, str(HERE.parent))
 PATH, TUNING, SWITCH = (HERE / f"wsrl_{name}.csv" for name in ("study", "tuning", "switch"))
 COLUMNS = "task arm seed env_steps return data_return cpu_seconds lr".split()
 SEEDS, TUNING_SEEDS, GRID = (1, 2, 3, 4, 5), (101,), (3e-4, 1e-3, 3e-3)
@@ -306,72 +303,49 @@ def is_complete(task, arms):
     return all(len(of(task, arm)) == len(SEEDS) for arm in arms)
 
 
-LINES = {  # name in the picture: arm, color
-    "design": ("design", panels.METHOD),
-    "offline SAC": ("SAC then SAC", panels.VARIANT),
-    "clone first": ("bc then SAC", panels.RIVAL),
-    "wsrl": ("wsrl", panels.OTHER),
-    "rlpd": ("rlpd", panels.SECOND_RIVAL),
-    "no data": ("scratch", panels.PLAIN),
-}
-SWITCH_LINES = {
-    "clone kept": ("bc then SAC, clone kept", panels.METHOD),
-    "clone first": ("bc then SAC", panels.RIVAL),
-}
-CLOSE = ["design", "offline SAC", "clone first"]
-PICTURES = [  # task, title, limits of the return, lines
-    ("no demos", "Pendulum from poor data", (-1600, 0), list(LINES)),
-    ("no demos", "the best three, close up", (-250, -100), CLOSE),
-    ("Reacher", "Reacher from poor data", (-30, -3), list(LINES)),
-]
-
-
-def switch_curves(arm):
-    """[[(steps, return), ...] per seed] of the clone that goes online"""
-    curves = {}
-    for row in csv.DictReader(open(SWITCH, encoding="utf-8")):
-        if row["arm"] == arm:
-            point = (int(row["env_steps"]), float(row["return"]))
-            curves.setdefault(row["seed"], []).append(point)
-    return list(curves.values())
-
-
 def plot(path):
-    """Learning curves of each task, and of a clone that goes online"""
+    """A panel per task, and one for the switch"""
     from matplotlib.figure import Figure
 
-    shown = []  # title, limits, {name: (color, curves)}, return of a good controller
-    for task, title, limits, names in PICTURES:
-        if is_complete(task, ARMS):
-            lines = {
-                name: (
-                    LINES[name][1],
-                    [sorted(curve.items()) for curve in of(task, LINES[name][0])],
-                )
-                for name in names
-            }
-            shown.append((title, limits, lines, EXPERT[task]))
-    if SWITCH.exists():
-        lines = {name: (color, switch_curves(arm)) for name, (arm, color) in SWITCH_LINES.items()}
-        shown.append(("MountainCar: a clone forgets online", (-10, 102), lines, None))
-    if not shown:
+    tasks = [task for task in TASKS if is_complete(task, ARMS)]
+    num_panels = len(tasks) + SWITCH.exists()
+    if num_panels == 0:
         return
-    num_rows = math.ceil(len(shown) / 2)
-    figure = Figure(figsize=(panels.WIDTH + 1, 3.8 * num_rows), layout="constrained")
-    axes = list(figure.subplots(num_rows, 2, squeeze=False).flat)
-    for axis, (title, limits, lines, expert) in zip(axes, shown, strict=False):
-        ends = panels.show_lines(axis, lines)
-        if expert is not None:
-            axis.axhline(expert, color="black", linewidth=1, linestyle="--")
-        axis.set_title(title, fontsize=14, loc="left")
-        axis.set_xlabel("online steps", fontsize=12)
-        axis.set_ylabel("return", fontsize=12)
-        axis.set_ylim(*limits)
-        panels.name_lines(axis, ends, size=11)
-    for axis in axes[len(shown) :]:
-        axis.remove()
-    figure.supxlabel("thick: median · thin: each seed · dashed: a good controller", fontsize=12)
-    figure.savefig(path, **panels.SIZE)
+    figure = Figure(figsize=(6.2 * num_panels, 4.4), layout="constrained")
+    axes = list(figure.subplots(1, num_panels, squeeze=False)[0])
+    for axis, task in zip(axes, tasks, strict=False):
+        for i, arm in enumerate(ARMS):
+            mine = of(task, arm)
+            means = [statistics.mean(curve[step] for curve in mine) for step in sorted(mine[0])]
+            width = 2.8 if arm == "design" else 1.3
+            axis.plot(sorted(mine[0]), means, ".-", color=f"C{i}", label=arm, linewidth=width)
+        level = dict(color="gray", linewidth=0.8, linestyle="--", label="expert's level")
+        axis.axhline(EXPERT[task], **level)
+        ticks = [-1500, -1000, -500, -300, -200, -150, -120]
+        if task == "Reacher":
+            ticks = [-60, -40, -20, -10, -7, -5]
+        axis.set_yscale("symlog", linthresh=-ticks[-1])
+        axis.set_ylim(1.15 * ticks[0], 0.8 * ticks[-1])
+        axis.set_yticks(ticks, [str(tick) for tick in ticks])
+        name = "Reacher-v5, no demos" if task == "Reacher" else f"Pendulum-v1, {task}"
+        axis.set(title=name, xlabel="online environment steps after the warm-up")
+        axis.set_ylabel("return of the frozen policy, mean of five seeds")
+        axis.legend(fontsize=8)
+    if SWITCH.exists():
+        for arm, color in zip(SWITCH_ARMS, ("C3", "C6"), strict=True):
+            for name, style, what in (
+                ("return", ".-", "policy"),
+                ("critic_return", ".:", "critic's best action"),
+            ):
+                means = switch_means(arm, name)[0]
+                axes[-1].plot((0, 100, 200, 300), means, style, color=color, label=f"{arm}: {what}")
+        axes[-1].set(title="MountainCarContinuous-v0, a clone goes online")
+        axes[-1].set(xlabel="online environment steps after the warm-up")
+        axes[-1].set_ylabel("return, mean of five seeds")
+        axes[-1].legend(fontsize=8, loc=(0.3, 0.45))
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
