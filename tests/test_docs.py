@@ -503,3 +503,10 @@ def test_names_in_the_page_of_the_design_documents_exist():
                 continue
             missing += [name] * (not found)
     assert len(rows) > 90 and not missing, missing
+
+
+def test_every_study_is_listed():
+    """benchmark/README.md names each script and each file of numbers, once as a study or as a part."""
+    listed = (ROOT / "benchmark" / "README.md").read_text(encoding="utf-8")
+    names = [path.name for path in (ROOT / "benchmark").iterdir() if path.suffix in (".py", ".csv")]
+    assert len(names) > 30 and not [name for name in names if f"`{name}" not in listed]
