@@ -14,7 +14,7 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss            -> ppo_loss
 
-A marker opens each addition to ppo.py in the code; a diff with the parent shows where it ends.
+Comments such as `# v1: checkpoint` mark what was added to ppo.py.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
@@ -29,7 +29,7 @@ A marker opens each addition to ppo.py in the code; a diff with the parent shows
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-A docstring that ends with an arrow gives the shapes of what is returned.
+At the end of a docstring, an arrow stands before the shapes of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
@@ -163,7 +163,7 @@ class PolicyWithValue(nn.Module):
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
 
-        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        `ids` are the tokens that are not in the cache yet. `mask` covers all tokens.
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
@@ -314,7 +314,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
 
 # v1: nan
 def mask_unscored(batch: dict):
-    """Empty the mask of responses whose score is NaN or infinite: they do not enter the update."""
+    """Empty the mask of responses whose score is NaN or infinite: the update ignores them."""
     is_finite = batch["scores"].isfinite()
     batch["scores"] = batch["scores"].where(is_finite, 0.0)
     batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -338,8 +338,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. This estimate has
-    to be part of the reward: as a term of the loss, its expected gradient would be zero.
+    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
+    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -436,8 +436,8 @@ def add_advantages(batch: dict, kl_coef, args):
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
     """Returns the loss and statistics (a dict), all of them means over tokens.
 
-    v1: accumulate: these are some rows of a minibatch and num_tokens is that of all its rows, so
-    that losses, statistics and gradients of its parts add up.
+    v1: accumulate: the minibatch may be a part of a larger one. num_tokens counts the tokens of
+    all parts, so that the losses, statistics and gradients of the parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -506,7 +506,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                 num_skipped += 1  # a NaN must not reach the weights
         if moved_too_far:  # v1: kl
             break
-    # v1: nan: a batch without any valid score has no tokens, and it is not an error
+    # v1: nan: without a single valid score every loss is 0/0, and the update is skipped
     if num_skipped == len(steps) and batch["response_mask"].any():
         sys.exit("no step of this update had a finite loss and gradient")
     # At the first step the policy has not changed yet: new and stored log-probs must agree.
@@ -786,6 +786,8 @@ def check_v1_args(args: Args):
         )
     if args.ref_kl_target and not args.kl_coef:
         raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+    if args.target_kl and args.update_epochs * args.num_minibatches == 1:
+        raise ValueError("--target-kl does nothing with one step per update, which starts at KL 0")
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
     if args.fsdp and num_processes() == 1:
@@ -1009,10 +1011,7 @@ def use_bf16(policy):
 
 # v1: lora
 def add_adapters(policy, args):
-    """LoRA (arXiv:2106.09685): beside each linear layer W of the frozen model train B A, of low rank.
-
-    The value head is trained in full, and the LM head is frozen.
-    """
+    """LoRA (arXiv:2106.09685): beside each matrix of the frozen layers, train one of low rank."""
     from peft import LoraConfig, get_peft_model
 
     lm = policy.lm
@@ -1063,7 +1062,7 @@ def merge_adapters(lm):
 
 
 # --- run folder ---
-PANELS = {  # of curves.png: label of the y-axis, metrics
+PANELS = {  # curves.png has these panels: label of the y-axis, metrics
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -1149,7 +1148,10 @@ class Run:
         from matplotlib.figure import Figure
 
         logged = set().union(*self.rows)
-        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
+        panels = {}
+        for ylabel, names in PANELS.items():
+            if logged & set(names):
+                panels[ylabel] = [name for name in names if name in logged]
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
@@ -1194,7 +1196,7 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
     for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
@@ -1218,7 +1220,8 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     # v1: lora: the frozen weights are those of the model that the run starts from
-    policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+    trained = trained_weights(policy)
+    policy_state = {name: x for name, x in policy_state.items() if name in trained}
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     saved["kl_coef_option"] = args.kl_coef
     if rank() == 0:
@@ -1227,10 +1230,13 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
 
 
 def is_resumable(args) -> bool:
-    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
-    path = Path(args.run_dir) / "args.json"
-    if not args.resume or not path.exists():
-        return args.resume
+    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
+    folder = Path(args.run_dir)
+    path = folder / "args.json"
+    if not args.resume:
+        return False
+    if not path.exists():  # a kill may have come before it was written
+        return not (folder / "metrics.jsonl").exists()
     saved = json.loads(path.read_text(encoding="utf-8"))
     return saved.get("script") == Path(__file__).stem
 
@@ -1253,7 +1259,7 @@ def load_checkpoint(run, policy, optimizer, args) -> dict:
     drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
     if args.kl_coef != saved["kl_coef_option"]:
-        saved["state"]["kl_coef"] = args.kl_coef  # it was typed with --resume
+        saved["state"]["kl_coef"] = args.kl_coef  # a new value was typed with --resume
     return saved["state"]
 
 
@@ -1311,7 +1317,7 @@ class Signals:
 # --- distributed ---
 # v1: distributed
 def num_processes() -> int:
-    """The number of processes of torchrun; options are checked before these are connected."""
+    """The number of processes of torchrun, also before they are connected."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -1324,7 +1330,7 @@ def world_size() -> int:
 
 
 def my_share(rows):
-    """Rows r, r + n, r + 2n, ... of n ranks, for rank r."""
+    """Of n ranks, rank r takes the rows r, r + n, r + 2n, ..."""
     return rows[rank() :: world_size()]
 
 
