@@ -644,7 +644,8 @@ def main(args: Args) -> dict[str, float]:
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    if args.resume and (run.dir / "checkpoint.pt").exists():
+    has_checkpoint = any_rank((run.dir / "checkpoint.pt").exists(), device)
+    if args.resume and has_checkpoint:
         state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
     else:

@@ -1040,7 +1040,8 @@ def main(args: Args) -> dict[str, float]:
         last_kl=0.0,
         buffer=buffer.state_dict(),
     )
-    if args.resume and (run.dir / "checkpoint.pt").exists():
+    has_checkpoint = any_rank((run.dir / "checkpoint.pt").exists(), device)
+    if args.resume and has_checkpoint:
         state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
         # v2: buffer, log

@@ -85,27 +85,24 @@ def gigabytes(model, kind):
     tokens = ROWS * (PROMPT + RESPONSE)
     logits = 4 * ROWS * RESPONSE * vocabulary * 4  # float32: logits, log-softmax, two gradients
     if kind == "full":
-        state = (4 + 4 + 4 + 8) * parameters
+        state = (4 + 4 + 4 + 8 + 2) * parameters  # the last: bfloat16 copies for the products
         layer_inputs = 4 * tokens * hidden * layers
     else:  # rank 16: about 1 % of the parameters, with gradients and Adam; a float32 LM head
-        state = 2 * parameters + 0.01 * parameters * (4 + 4 + 8) + 4 * vocabulary * hidden
+        state = 2 * parameters + 0.01 * parameters * (4 + 4 + 8 + 2) + 4 * vocabulary * hidden
         layer_inputs = 2 * tokens * hidden * layers
     return state / 1e9, (logits + layer_inputs) / 1e9
 
 
 def estimated():
-    lines = [
-        "| parameters | training | state, GB | activations, GB | 24 GB | 80 GB |",
-        "|---" * 6 + "|",
-    ]
+    lines = ["| parameters | training | state | activations | total | 24 GB | 80 GB |"]
+    lines.append("|---" * 7 + "|")
     for model in MODELS:
         for kind, name in (("full", "all weights, `--bf16`"), ("lora", f"`{LORA} {BF16}`")):
             state, activations = gigabytes(model, kind)
-            needed = state + activations + 1.5  # CUDA context, the cache of the sampler, fragments
-            fits = ["yes" if needed < size else "no" for size in (24, 80)]
-            lines.append(
-                f"| {model} | {name} | {state:.1f} | {activations:.1f} | " + " | ".join(fits) + " |"
-            )
+            total = state + activations + 1.5  # CUDA context, cache of the sampler, fragments
+            cells = [model, name, *(f"{x:.1f}" for x in (state, activations, total))]
+            cells += ["yes" if total < size else "no" for size in (24, 80)]
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
