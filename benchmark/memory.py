@@ -1,11 +1,11 @@
 """Peak memory and seconds of an iteration of ppo_v1.py, by the options that save memory; and an estimate for GPUs.
 
-    python benchmark/memory.py FOLDER      # what memory.csv lacks; SmolLM2-135M-Instruct: ten CPU minutes
+    python benchmark/memory.py FOLDER      # what memory.csv lacks; SmolLM2-135M-Instruct: three CPU minutes
     python benchmark/memory.py --tables    # the tables of docs/ppo.md; no training
 
-A run is two iterations of 16 prompts and 32 response tokens. Each run is a process of its own. The peak is its largest
-resident set, which includes Python and torch (the row "imports only"). Seconds are CPU time on one thread, in the
-second iteration. There is no GPU here: the estimate is a formula, printed with its numbers.
+A run is one iteration of 8 prompts and 16 response tokens, and saves nothing. Each run is a process of its own. The peak is its largest
+resident set, which includes Python and torch (the row "imports only"). Seconds are CPU time on one thread. There is no
+GPU here: the estimate is a formula.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "memory.csv"
 COLUMNS = ["setting", "peak_mb", "rollout_seconds", "update_seconds", "logprob_mismatch"]
-FLAGS = "--device cpu --batch-size 16 --max-response-length 32 --update-epochs 1 --num-iterations 2"
+FLAGS = "--device cpu --batch-size 8 --max-response-length 16 --update-epochs 1 --num-iterations 1"
 FLAGS += " --eval-size 1 --eval-every 100 --save-every 100 --learning-rate 1e-5"
 LORA = "--lora-rank 16"
 BF16 = "--bf16 --weights-dtype bfloat16"
@@ -52,6 +52,7 @@ def run(model, setting):
         argv += ["--run-dir", f"{folder}/run", *FLAGS.split(), *(SETTINGS[setting] or "").split()]
         code = f"import sys; sys.path.insert(0, {str(HERE.parent)!r}); sys.argv = {argv}\n"
         code += "import time; time.time = time.process_time\nimport ppo_v1\n"
+        code += "ppo_v1.save_model = ppo_v1.save_checkpoint = lambda *inputs: None\n"
         code += "ppo_v1.main(ppo_v1.parse_args())" if SETTINGS[setting] is not None else ""
         subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3  # Linux: in KB

