@@ -139,7 +139,7 @@ class Args:
     # replay; v2: lag, correction, log
     rollout_lag: int = 0  # iterations between the policy that samples and the one that is trained
     correction: Correction = "auto"  # rule for stale tokens (auto: dppo with a lag, else decoupled)
-    correction_limit: float | None = None  # `limit` of that rule, a function (None: its default)
+    correction_limit: float | None = None  # `limit` of that rule's function (None: its default)
     log_rollouts: bool = False  # write every response to rollouts.jsonl
     # v2: buffer
     use_replay_buffer: bool = False  # train on past rollouts, too
@@ -152,9 +152,7 @@ class Args:
     priority_alpha: float = 1.0  # exponent of the advantage in the priority
     priority_beta: float = 0.0  # 0: ignore that draws are not uniform, 1: undo it by weights
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw
-    priority_age_tau: float | None = (
-        50.0  # age at which odds are 1/e of those at 0 (None: no effect)
-    )
+    priority_age_tau: float | None = 50.0  # age at which the odds fall to 1/e (None: never)
     max_replay_reuse: int = 32  # largest number of updates in which a rollout is drawn
     adaptive_reuse: bool = False  # use a third of max_replay_reuse after an update of KL >= .01
     staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
