@@ -1024,7 +1024,7 @@ def add_adapters(policy, args):
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
-    policy.lm = get_peft_model(lm, config)  # adapters are float32; B is 0 at first
+    policy.lm = get_peft_model(lm, config)  # float32 adapters, which add 0 at first
     policy.eval()
 
 

@@ -3,9 +3,9 @@
     python benchmark/memory.py FOLDER      # what memory.csv lacks; SmolLM2-135M-Instruct: three CPU minutes
     python benchmark/memory.py --tables    # the tables of docs/ppo.md; no training
 
-A run is one iteration of 8 prompts and 16 response tokens, and saves nothing. Each run is a process of its own. The peak is its largest
-resident set, which includes Python and torch (the row "imports only"). Seconds are CPU time on one thread. There is no
-GPU here: the estimate is a formula.
+A run is one iteration of 8 prompts and 16 response tokens, and saves nothing. Each run is a process of its own. The
+peak is its largest resident set, which includes Python and torch (the row "imports only"). Seconds are CPU time on one
+thread. There is no GPU here: the estimate is a formula.
 """
 
 import argparse
