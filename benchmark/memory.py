@@ -71,6 +71,8 @@ def read():
 
 
 def measured():
+    if not read():
+        return "nothing measured yet"
     lines = ["| | peak, MB | sampling, CPU s | update, CPU s | `rollout/logprob_mismatch` |"]
     lines.append("|---" * 5 + "|")
     for setting, row in read().items():
