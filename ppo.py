@@ -23,7 +23,7 @@ Compared with CleanRL's ppo.py:
     small noise from values and KL penalty; dividing by their standard deviation would amplify it.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-At the end of a docstring, an arrow stands before the shapes of what is returned.
+An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo.py                                     # sort digits, on a CPU, in seconds

@@ -28,7 +28,7 @@ Comments such as `# v1: checkpoint` mark what was added to ppo.py.
     v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
     v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): up to rounding as one process
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer       - keep past rollouts, and draw some of them for each update
     v2: correction   - six rules for the policy loss of stale tokens
@@ -37,7 +37,7 @@ Comments such as `# v1: checkpoint` mark what was added to ppo.py.
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-At the end of a docstring, an arrow stands before the shapes of what is returned.
+An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v2.py --use-replay-buffer                                # sort digits, 20 seconds
@@ -120,7 +120,7 @@ class Args:
     bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
     gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
     lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that LoRA freezes
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
@@ -341,7 +341,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    # v1: memory: within one autocast, so that each weight is cast once and not at every token
+    # v1: memory: within one autocast, so that a trained weight is cast once, not at every token
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
         batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -1010,7 +1010,7 @@ def main(args: Args) -> dict[str, float]:
         reference = partial(without_adapters, policy) if args.kl_coef else None
     else:
         reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    # v1: memory, distributed
+    # v1: memory, distributed: after the copy, since these replace methods of the policy's modules
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.bf16:
@@ -1219,7 +1219,7 @@ def check_v1_args(args: Args):
         raise ValueError("--fsdp needs torchrun with two processes or more")
     # v1: lora
     if args.lora_rank and not importlib.util.find_spec("peft"):
-        raise ValueError("--lora-rank needs peft: pip install peft")
+        raise ValueError("--lora-rank needs peft: pip install peft, or uv run --with peft")
     if args.lora_rank and args.fsdp:
         raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
     if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
@@ -1550,7 +1550,9 @@ def checkpoint_layers(policy):
     transformers' own gradient checkpointing works in train() mode only, which means dropout.
     """
     for layer in transformer_layers(policy.lm):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 
 # v1: memory
@@ -1805,6 +1807,7 @@ def is_resumable(args) -> bool:
 def load_checkpoint(run, policy, optimizer, args) -> dict:
     """Restore weights, optimizer and logged rows.  -> state of the loop"""
     saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
         policy,
         optimizer,
