@@ -23,7 +23,7 @@ Compared with CleanRL's ppo.py:
     small noise from values and KL penalty; dividing by their standard deviation would amplify it.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-A docstring that ends with an arrow gives the shapes of what is returned.
+An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo.py                                     # sort digits, on a CPU, in seconds
@@ -108,7 +108,7 @@ class Args:
 
 
 class PolicyWithValue(nn.Module):
-    """A causal language model with a value head on its last hidden layer."""
+    """A causal language model with a value head on its last hidden states."""
 
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
@@ -123,22 +123,27 @@ class PolicyWithValue(nn.Module):
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
 
-        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        `ids` are the tokens that are not in the cache yet. `mask` covers all tokens.
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        # The value head reads what the LM head reads. With output_hidden_states=True the model
+        # would keep the output of every layer.
+        hidden = []
+        lm_head = self.lm.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions[:, -ids.shape[1] :],
             past_key_values=cache,
             use_cache=use_cache,
-            output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        hook.remove()
         # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -279,8 +284,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. This estimate has
-    to be part of the reward: as a term of the loss, its expected gradient would be zero.
+    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
+    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -721,7 +726,7 @@ def load_lm(args):
 
 
 # --- run folder ---
-PANELS = {  # of curves.png: label of the y-axis, metrics
+PANELS = {  # curves.png has these panels: label of the y-axis, metrics
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -795,7 +800,10 @@ class Run:
         from matplotlib.figure import Figure
 
         logged = set().union(*self.rows)
-        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
+        panels = {}
+        for ylabel, names in PANELS.items():
+            if logged & set(names):
+                panels[ylabel] = [name for name in names if name in logged]
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):

@@ -14,21 +14,22 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss            -> ppo_loss
 
-A marker opens each addition to ppo.py in the code; a diff with the parent shows where it ends.
+Comments such as `# v1: checkpoint` mark what was added to ppo.py.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
     v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: lora         - train small adapters beside the frozen model, which is also the reference
     v1: best         - keep the best model; stop when the evaluation no longer improves
     v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
     v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): up to rounding as one process
 
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-A docstring that ends with an arrow gives the shapes of what is returned.
+An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
@@ -36,6 +37,7 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 """
 
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -100,12 +102,14 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
-    # v1: schedule, accumulate, memory, best
+    # v1: schedule, accumulate, memory, lora, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # iterations in which the learning rate rises linearly
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 autocast; weights and losses stay float32
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
+    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
@@ -144,7 +148,7 @@ class Args:
 
 
 class PolicyWithValue(nn.Module):
-    """A causal language model with a value head on its last hidden layer."""
+    """A causal language model with a value head on its last hidden states."""
 
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
@@ -159,22 +163,27 @@ class PolicyWithValue(nn.Module):
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
 
-        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        `ids` are the tokens that are not in the cache yet. `mask` covers all tokens.
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        # The value head reads what the LM head reads. With output_hidden_states=True the model
+        # would keep the output of every layer.
+        hidden = []
+        lm_head = self.lm.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions[:, -ids.shape[1] :],
             past_key_values=cache,
             use_cache=use_cache,
-            output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        hook.remove()
         # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -283,7 +292,9 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+    # v1: memory: within one autocast, so that a trained weight is cast once, not at every token
+    with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
+        batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
     is_token = batch["response_mask"] == 1
     is_eos = torch.isin(batch["response_ids"], policy.eos_ids) & is_token
@@ -303,7 +314,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
 
 # v1: nan
 def mask_unscored(batch: dict):
-    """Empty the mask of responses whose score is NaN or infinite: they do not enter the update."""
+    """Empty the mask of responses whose score is NaN or infinite: the update ignores them."""
     is_finite = batch["scores"].isfinite()
     batch["scores"] = batch["scores"].where(is_finite, 0.0)
     batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -327,8 +338,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. This estimate has
-    to be part of the reward: as a term of the loss, its expected gradient would be zero.
+    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
+    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -425,8 +436,8 @@ def add_advantages(batch: dict, kl_coef, args):
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
     """Returns the loss and statistics (a dict), all of them means over tokens.
 
-    v1: accumulate: these are some rows of a minibatch and num_tokens is that of all its rows, so
-    that losses, statistics and gradients of its parts add up.
+    v1: accumulate: the minibatch may be a part of a larger one. num_tokens counts the tokens of
+    all parts, so that the losses, statistics and gradients of the parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -495,7 +506,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                 num_skipped += 1  # a NaN must not reach the weights
         if moved_too_far:  # v1: kl
             break
-    # v1: nan: a batch without any valid score has no tokens, and it is not an error
+    # v1: nan: without a single valid score every loss is 0/0, and the update is skipped
     if num_skipped == len(steps) and batch["response_mask"].any():
         sys.exit("no step of this update had a finite loss and gradient")
     # At the first step the policy has not changed yet: new and stored log-probs must agree.
@@ -602,21 +613,26 @@ def main(args: Args) -> dict[str, float]:
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
+    if args.lora_rank:  # v1: lora
+        add_adapters(policy, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    # v1: memory, distributed
+    if args.lora_rank:  # v1: lora
+        reference = partial(without_adapters, policy) if args.kl_coef else None
+    else:
+        reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    # v1: memory, distributed: after the copy, since these replace methods of the policy's modules
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.bf16:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        policy.forward = autocast(policy.forward)
-        if reference is not None:
-            reference.forward = autocast(reference.forward)
+        use_bf16(policy)
+        if isinstance(reference, PolicyWithValue):
+            use_bf16(reference)
     if args.fsdp:
         shard(policy, device)
+    trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
@@ -628,7 +644,8 @@ def main(args: Args) -> dict[str, float]:
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    if args.resume and (run.dir / "checkpoint.pt").exists():
+    has_checkpoint = any_rank((run.dir / "checkpoint.pt").exists(), device)
+    if args.resume and has_checkpoint:
         state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
     else:
@@ -749,7 +766,7 @@ def check_args(args: Args):
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
 
-# v1: checkpoint, accumulate, kl, clip, distributed
+# v1: checkpoint, accumulate, kl, clip, distributed, lora
 def check_v1_args(args: Args):
     for name in (
         "save_every", "max_prompt_length", "gradient_accumulation_steps",
@@ -758,8 +775,9 @@ def check_v1_args(args: Args):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    if args.warmup_steps < 0:
-        raise ValueError("--warmup-steps must not be negative")
+    for name in ("warmup_steps", "lora_rank"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():
@@ -769,10 +787,22 @@ def check_v1_args(args: Args):
         )
     if args.ref_kl_target and not args.kl_coef:
         raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+    if args.target_kl and args.update_epochs * args.num_minibatches == 1:
+        raise ValueError("--target-kl does nothing with one step per update, which starts at KL 0")
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
     if args.fsdp and num_processes() == 1:
         raise ValueError("--fsdp needs torchrun with two processes or more")
+    # v1: lora
+    if args.lora_rank and not importlib.util.find_spec("peft"):
+        raise ValueError("--lora-rank needs peft: pip install peft, or uv run --with peft")
+    if args.lora_rank and args.fsdp:
+        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
+    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
+        raise ValueError(
+            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that are "
+            "trained would be rounded away"
+        )
 
 
 # --- task: prompts, answers, scores ---
@@ -967,11 +997,75 @@ def checkpoint_layers(policy):
     transformers' own gradient checkpointing works in train() mode only, which means dropout.
     """
     for layer in transformer_layers(policy.lm):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+# v1: memory
+def use_bf16(policy):
+    """Matrix products in bfloat16, except in the two heads: rounded logits are wrong log-probs."""
+    device_type = policy.eos_ids.device.type
+    policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
+    for head in (policy.lm.get_output_embeddings(), policy.value_head):
+        head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        head.forward = torch.autocast(device_type, enabled=False)(head.forward)
+
+
+# v1: lora
+def add_adapters(policy, args):
+    """LoRA (arXiv:2106.09685): beside each matrix of the frozen layers, train one of low rank."""
+    from peft import LoraConfig, get_peft_model
+
+    lm = policy.lm
+    if args.weights_dtype == "bfloat16":
+        for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
+            parameter.data = parameter.data.bfloat16()
+        # a float32 copy, because the LM head may share its weights with the embedding
+        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+    config = LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+    )
+    policy.lm = get_peft_model(lm, config)  # float32 adapters, which add 0 at first
+    policy.eval()
+
+
+# v1: lora
+def without_adapters(policy, *inputs):
+    """Outputs of the frozen model. It is the reference, which takes no memory of its own."""
+    with policy.lm.disable_adapter():
+        return policy(*inputs)
+
+
+# v1: lora
+def trained_weights(policy) -> dict:
+    """The state of the policy without the weights that LoRA freezes."""
+    state = {}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if not is_frozen:
+            state[name] = tensor.detach()
+    return state
+
+
+# v1: lora
+def merge_adapters(lm):
+    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    lm = lm.get_base_model()
+    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
+    for name, module in lm.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = f"{name}.base_layer.weight"
+            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
+    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
+    with torch.device("meta"):  # only the structure
+        merged = type(lm)(lm.config)
+    merged.generation_config = lm.generation_config
+    return merged, state
 
 
 # --- run folder ---
-PANELS = {  # of curves.png: label of the y-axis, metrics
+PANELS = {  # curves.png has these panels: label of the y-axis, metrics
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -1057,7 +1151,10 @@ class Run:
         from matplotlib.figure import Figure
 
         logged = set().union(*self.rows)
-        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
+        panels = {}
+        for ylabel, names in PANELS.items():
+            if logged & set(names):
+                panels[ylabel] = [name for name in names if name in logged]
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
@@ -1092,7 +1189,7 @@ class ResumeArgs:
 
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
-    sft_steps chat_template max_prompt_length""".split()
+    sft_steps chat_template max_prompt_length lora_rank weights_dtype""".split()
 
 
 def parse_args() -> Args:
@@ -1102,7 +1199,7 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
     for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
@@ -1125,6 +1222,9 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    # v1: lora: the frozen weights are those of the model that the run starts from
+    trained = trained_weights(policy)
+    policy_state = {name: x for name, x in policy_state.items() if name in trained}
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     saved["kl_coef_option"] = args.kl_coef
     if rank() == 0:
@@ -1133,10 +1233,13 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
 
 
 def is_resumable(args) -> bool:
-    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
-    path = Path(args.run_dir) / "args.json"
-    if not args.resume or not path.exists():
-        return args.resume
+    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
+    folder = Path(args.run_dir)
+    path = folder / "args.json"
+    if not args.resume:
+        return False
+    if not path.exists():  # a kill may have come before it was written
+        return not (folder / "metrics.jsonl").exists()
     saved = json.loads(path.read_text(encoding="utf-8"))
     return saved.get("script") == Path(__file__).stem
 
@@ -1144,6 +1247,7 @@ def is_resumable(args) -> bool:
 def load_checkpoint(run, policy, optimizer, args) -> dict:
     """Restore weights, optimizer and logged rows.  -> state of the loop"""
     saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
         policy,
         optimizer,
@@ -1159,7 +1263,7 @@ def load_checkpoint(run, policy, optimizer, args) -> dict:
     drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
     if args.kl_coef != saved["kl_coef_option"]:
-        saved["state"]["kl_coef"] = args.kl_coef  # it was typed with --resume
+        saved["state"]["kl_coef"] = args.kl_coef  # a new value was typed with --resume
     return saved["state"]
 
 
@@ -1185,8 +1289,11 @@ def save_model(policy, tokenizer, folder: Path):
     """An ordinary Hugging Face folder."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
+        lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        if hasattr(lm, "peft_config"):  # v1: lora
+            lm, lm_state = merge_adapters(lm)
+        lm.save_pretrained(folder, state_dict=lm_state)
         tokenizer.save_pretrained(folder)
 
 
@@ -1214,7 +1321,7 @@ class Signals:
 # --- distributed ---
 # v1: distributed
 def num_processes() -> int:
-    """The number of processes of torchrun; options are checked before these are connected."""
+    """The number of processes of torchrun, also before they are connected."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -1227,7 +1334,7 @@ def world_size() -> int:
 
 
 def my_share(rows):
-    """Rows r, r + n, r + 2n, ... of n ranks, for rank r."""
+    """Of n ranks, rank r takes the rows r, r + n, r + 2n, ..."""
     return rows[rank() :: world_size()]
 
 

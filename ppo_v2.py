@@ -6,34 +6,38 @@
 r"""PPO for language models with experience replay (arXiv:1707.06347v2 and 1511.05952).
 
     for each iteration:
-        sample and score, with the current policy or that of K iterations ago -> rollout_with_lag
-        draw past rollouts; compute their log-probs and advantages again      -> draw_batch
+        sample and score with the policy, or with the one --rollout-lag
+            iterations ago                                                    -> rollout_with_lag
+        draw past rollouts from the buffer, and compute their log-probs and
+            advantages again                                                  -> draw_batch
         update on fresh and drawn rollouts; correct the tokens that an older
             policy sampled                                                    -> stale_policy_loss
         put the fresh rollouts into the buffer                                -> ReplayBuffer.add
 
-Three policies: mu sampled a token (mu_logprobs), prox is the policy before this update (logprobs),
-and pi is the policy that is trained (new_logprobs). Without a lag, mu of fresh tokens is prox.
+Three policies occur: mu sampled the token (mu_logprobs), prox is the policy before this update
+(logprobs), and pi is the policy that is being trained (new_logprobs). A token is stale if mu is
+not prox. All drawn tokens are stale, and with a lag the fresh ones are, too.
 
-A marker opens each addition to ppo.py in the code; a diff with the parent shows where it ends.
+Comments such as `# v1: checkpoint` mark what was added to ppo.py.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
     v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: lora         - train small adapters beside the frozen model, which is also the reference
     v1: best         - keep the best model; stop when the evaluation no longer improves
     v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
     v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): the same update as one process
+    v1: distributed  - torchrun, replicated or sharded (FSDP2): up to rounding as one process
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
-    v2: buffer       - past rollouts take part in later updates: which, how often, for how long
-    v2: correction   - six rules for tokens that an older policy sampled
+    v2: buffer       - keep past rollouts, and draw some of them for each update
+    v2: correction   - six rules for the policy loss of stale tokens
     v2: log          - write rollouts to a file; start another run from it
 
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-A docstring that ends with an arrow gives the shapes of what is returned.
+An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v2.py --use-replay-buffer                                # sort digits, 20 seconds
@@ -41,6 +45,7 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 """
 
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -108,12 +113,14 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
-    # v1: schedule, accumulate, memory, best
+    # v1: schedule, accumulate, memory, lora, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # iterations in which the learning rate rises linearly
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 autocast; weights and losses stay float32
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
+    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
@@ -132,26 +139,26 @@ class Args:
     # replay; v2: lag, correction, log
     rollout_lag: int = 0  # iterations between the policy that samples and the one that is trained
     correction: Correction = "auto"  # rule for stale tokens (auto: dppo with a lag, else decoupled)
-    correction_limit: float | None = None  # limit of that rule (None: the rule's own default)
+    correction_limit: float | None = None  # `limit` of that rule's function (None: its default)
     log_rollouts: bool = False  # write every response to rollouts.jsonl
     # v2: buffer
     use_replay_buffer: bool = False  # train on past rollouts, too
-    replay_from: str | None = None  # rollouts.jsonl of another run, in the buffer from the start
+    replay_from: str | None = None  # rollouts.jsonl of another run, to fill the buffer at the start
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
     min_replay_size: int = 100  # rollouts needed before anything is drawn
-    replay_sample_size: int = 64  # rollouts drawn per update, on top of the batch
+    replay_sample_size: int = 64  # rollouts drawn per update, if the buffer has as many
     new_samples_ratio: float | None = None  # share of fresh rollouts; replaces replay_sample_size
-    use_priority_sampling: bool = True  # draw in proportion to the advantage; else by age alone
-    priority_alpha: float = 1.0  # exponent of the priority (0: by age alone)
-    priority_beta: float = 0.0  # how much of the sampling bias the weights undo, 0 to 1
+    use_priority_sampling: bool = True  # prefer large advantages (else the age alone decides)
+    priority_alpha: float = 1.0  # exponent of the advantage in the priority
+    priority_beta: float = 0.0  # 0: ignore that draws are not uniform, 1: undo it by weights
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw
-    priority_age_tau: float | None = 50.0  # age at which the odds are down to 1/e (None: all alike)
-    max_replay_reuse: int = 32  # a rollout may be drawn in this many updates
-    adaptive_reuse: bool = False  # a third of max_replay_reuse if the last update's KL was >= 0.01
+    priority_age_tau: float | None = 50.0  # age at which the odds fall to 1/e (None: never)
+    max_replay_reuse: int = 32  # largest number of updates in which a rollout is drawn
+    adaptive_reuse: bool = False  # use a third of max_replay_reuse after an update of KL >= .01
     staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
     replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
-    replay_advantages: Literal["positive", "all"] = "positive"  # positive: negative ones become 0
+    replay_advantages: Literal["positive", "all"] = "positive"  # positive: max(advantage, 0)
 
     def __post_init__(self):
         check_args(self)
@@ -190,7 +197,7 @@ class Args:
 
 
 class PolicyWithValue(nn.Module):
-    """A causal language model with a value head on its last hidden layer."""
+    """A causal language model with a value head on its last hidden states."""
 
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
@@ -205,22 +212,27 @@ class PolicyWithValue(nn.Module):
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
 
-        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        `ids` are the tokens that are not in the cache yet. `mask` covers all tokens.
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        # The value head reads what the LM head reads. With output_hidden_states=True the model
+        # would keep the output of every layer.
+        hidden = []
+        lm_head = self.lm.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions[:, -ids.shape[1] :],
             past_key_values=cache,
             use_cache=use_cache,
-            output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        hook.remove()
         # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -329,7 +341,9 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+    # v1: memory: within one autocast, so that a trained weight is cast once, not at every token
+    with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
+        batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
     is_token = batch["response_mask"] == 1
     is_eos = torch.isin(batch["response_ids"], policy.eos_ids) & is_token
@@ -349,7 +363,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
 
 # v1: nan
 def mask_unscored(batch: dict):
-    """Empty the mask of responses whose score is NaN or infinite: they do not enter the update."""
+    """Empty the mask of responses whose score is NaN or infinite: the update ignores them."""
     is_finite = batch["scores"].isfinite()
     batch["scores"] = batch["scores"].where(is_finite, 0.0)
     batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -359,17 +373,19 @@ def mask_unscored(batch: dict):
 def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args, uniforms) -> dict:
     """Sample with the weights of K iterations ago; then compute current log-probs and values.
 
-    The KL penalty and logged KLs are then averages over tokens of mu, not of the current policy.
+    In the first K iterations the oldest weights are the initial ones. past_weights holds up to
+    K + 1 copies, and every checkpoint holds them as well. With a lag, the KL penalty and logged
+    KLs are averages over tokens that mu sampled.
     """
     if args.rollout_lag:
-        past_weights.append({name: x.cpu().clone() for name, x in policy.state_dict().items()})
+        past_weights.append({name: x.cpu().clone() for name, x in trained_weights(policy).items()})
         del past_weights[: -args.rollout_lag - 1]
-        policy.load_state_dict(past_weights[0])
+        policy.load_state_dict(past_weights[0], strict=False)  # it has no frozen weights
     batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
     batch["mu_logprobs"] = batch["logprobs"]
     batch["mu_values"] = batch["values"]
     if args.rollout_lag:
-        policy.load_state_dict(past_weights[-1])
+        policy.load_state_dict(past_weights[-1], strict=False)
         batch["logprobs"], _, batch["values"] = logprobs_and_values_in_parts(policy, batch, args)
     return batch
 
@@ -392,8 +408,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    The penalty log pi - log pi_ref is an unbiased estimate of the KL divergence. This estimate has
-    to be part of the reward: as a term of the loss, its expected gradient would be zero.
+    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
+    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -484,14 +500,14 @@ def importance_ratio(logprobs, other_logprobs):
 
 
 def inside_clip(ratios, advantages, clip_coef):
-    """Whether PPO's clipped surrogate has a gradient: it has none beyond the clip range."""
+    """Whether PPO's clipped surrogate has a gradient at this token."""
     too_high = (advantages > 0) & (ratios > 1 + clip_coef)
     too_low = (advantages < 0) & (ratios < 1 - clip_coef)
     return ~(too_high | too_low)
 
 
 def none(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None):
-    """Treat the token as if prox had sampled it."""
+    """No correction: PPO as if prox had sampled the token."""
     ratios = importance_ratio(new_logprobs, logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
@@ -510,12 +526,15 @@ def decoupled(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, 
 
 
 def cispo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=4.0):
-    """Bound the weight of a token by 1 + limit, and never drop one (arXiv:2506.13585)."""
+    """Keep every token, with a weight of at most 1 + limit (arXiv:2506.13585)."""
     return importance_ratio(new_logprobs, mu_logprobs).clamp(max=1 + limit)
 
 
 def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=0.2):
-    """Drop a token that would leave mu by more than `limit` in probability (arXiv:2602.04879)."""
+    """Drop a token once its probability has moved by more than `limit` (arXiv:2602.04879).
+
+    Only a move in the direction of the advantage counts. The weight itself has no bound.
+    """
     moved = new_logprobs.exp() - mu_logprobs.exp()
     return importance_ratio(new_logprobs, mu_logprobs) * (moved * advantages.sign() <= limit)
 
@@ -549,9 +568,10 @@ CORRECTIONS = dict(
 def stale_policy_loss(
     correction, new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None
 ):
-    """Loss of stale tokens (B,R), and 1 where the correction has dropped a token (B,R).
+    """Loss of stale tokens, and 1 where the correction has dropped a token.  -> 2 x (B,R)
 
-    new_logprobs belong to pi, logprobs to prox and mu_logprobs to mu.
+    new_logprobs belong to pi, logprobs to prox and mu_logprobs to mu. --clip-coef-high and
+    --dual-clip act on fresh tokens only.
     """
     options = {} if limit is None else dict(limit=limit)
     now = new_logprobs.detach()
@@ -579,7 +599,7 @@ class ReplayBuffer:
         self.args = args
         self.rows = {}
         self.num_draws = 0  # updates with drawn rollouts
-        self.num_reused = 0  # sum of reuse over all rollouts, those that were dropped included
+        self.num_reused = 0  # sum of reuse over all rollouts that were ever in the buffer
 
     def __len__(self):
         return len(self.rows["scores"]) if self.rows else 0
@@ -622,7 +642,7 @@ class ReplayBuffer:
         self.rows = {name: tensor[keep] for name, tensor in rows.items()}
 
     def draw(self, iteration: int, last_kl: float):
-        """Draw with replacement, so that copies of a rare success may fill a draw.
+        """Draw with replacement: a draw may contain many copies of a rare success.
 
         Returns indices and sample_weights (n,).
         """
@@ -632,7 +652,7 @@ class ReplayBuffer:
             return nothing
         max_reuse = args.max_replay_reuse
         if args.adaptive_reuse and last_kl >= 0.01:
-            max_reuse = max(1, max_reuse // 3)  # while the policy moves fast
+            max_reuse = max(1, max_reuse // 3)  # the policy moves fast
         may_draw = self.rows["reuse"] < max_reuse
         num_rows = int(may_draw.sum())
         # a multiple of the number of micro-batches, so that all of them have the same size
@@ -653,7 +673,7 @@ class ReplayBuffer:
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
         sample_weights = (num_rows * odds[indices]) ** -beta  # section 3.4 of arXiv:1511.05952
         sample_weights = (sample_weights / sample_weights.max()).float()
-        copy_from_rank_0([indices, sample_weights])  # ranks may differ in the last bit
+        copy_from_rank_0([indices, sample_weights])  # odds of ranks may differ by rounding
 
         drawn_rows = indices.unique()
         self.rows["reuse"][drawn_rows] += 1
@@ -689,7 +709,10 @@ def join(batches: list[dict]) -> dict:
 
 
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
-    """Drawn rollouts with current log-probs, values and advantages; {} if there are none."""
+    """Drawn rollouts with current log-probs, values and advantages; {} if there are none.
+
+    Their KL penalty is computed on tokens that mu sampled, so it does not estimate a KL divergence.
+    """
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
     if len(indices) == 0:
         return {}
@@ -722,7 +745,10 @@ def mix(batch: dict, drawn: dict) -> dict:
 
 
 def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
-    """How far the policy before the update is from the one that sampled."""
+    """How far the policy before the update is from the one that sampled.
+
+    The importance weights in ess are capped at 2, whatever the correction is.
+    """
     mask = batch["response_mask"].float()
     importance = importance_ratio(batch["logprobs"], batch["mu_logprobs"]).clamp(max=2)
     importance = (importance * sample_weights)[mask > 0]
@@ -767,8 +793,8 @@ def add_advantages(batch: dict, kl_coef, args):
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
     """Returns the loss and statistics (a dict), all of them means over tokens.
 
-    v1: accumulate: these are some rows of a minibatch and num_tokens is that of all its rows, so
-    that losses, statistics and gradients of its parts add up.
+    v1: accumulate: the minibatch may be a part of a larger one. num_tokens counts the tokens of
+    all parts, so that the losses, statistics and gradients of the parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -827,8 +853,8 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
     if args.norm_adv:
-        # v2: buffer: fresh rollouts only. Positive advantages of drawn ones keep their scale, since
-        # centered some would be negative; with --replay-advantages all, draw_batch normalizes them.
+        # v2: buffer: normalize fresh rollouts only; `whiten` returns 0 for the others. draw_batch
+        # has normalized drawn ones, unless they must stay positive.
         is_replayed = batch["is_replayed"]
         advantages = whiten(batch["advantages"], batch["response_mask"] * (1 - is_replayed))
         batch = batch | dict(advantages=advantages + batch["advantages"] * is_replayed)
@@ -869,7 +895,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
                 num_skipped += 1  # a NaN must not reach the weights
         if moved_too_far:  # v1: kl
             break
-    # v1: nan: a batch without any valid score has no tokens, and it is not an error
+    # v1: nan: without a single valid score every loss is 0/0, and the update is skipped
     if num_skipped == len(steps) and batch["response_mask"].any():
         sys.exit("no step of this update had a finite loss and gradient")
     # At the first step the policy has not changed yet: new and stored log-probs must agree.
@@ -976,21 +1002,26 @@ def main(args: Args) -> dict[str, float]:
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
+    if args.lora_rank:  # v1: lora
+        add_adapters(policy, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    # v1: memory, distributed
+    if args.lora_rank:  # v1: lora
+        reference = partial(without_adapters, policy) if args.kl_coef else None
+    else:
+        reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    # v1: memory, distributed: after the copy, since these replace methods of the policy's modules
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.bf16:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        policy.forward = autocast(policy.forward)
-        if reference is not None:
-            reference.forward = autocast(reference.forward)
+        use_bf16(policy)
+        if isinstance(reference, PolicyWithValue):
+            use_bf16(reference)
     if args.fsdp:
         shard(policy, device)
+    trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
@@ -1007,7 +1038,8 @@ def main(args: Args) -> dict[str, float]:
         last_kl=0.0,
         buffer=buffer.state_dict(),
     )
-    if args.resume and (run.dir / "checkpoint.pt").exists():
+    has_checkpoint = any_rank((run.dir / "checkpoint.pt").exists(), device)
+    if args.resume and has_checkpoint:
         state |= load_checkpoint(run, policy, optimizer, args)
         metrics, samples = run.rows[-1], []
         # v2: buffer, log
@@ -1066,7 +1098,8 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. update
         losses = update(policy, optimizer, train_batch, args)  # v2: buffer
-        # v2: lag: compare with the sampler. In the first iteration mu is the current policy.
+        # v2: lag: the log-probs of this batch are not the sampler's, so compare with those of mu,
+        # which is the current policy in the first iteration.
         if args.rollout_lag and iteration == 1:
             gap = (batch["logprobs"] - batch["mu_logprobs"]).abs()
             mismatch = masked_mean(gap, batch["response_mask"]).item()
@@ -1157,7 +1190,7 @@ def check_args(args: Args):
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
 
-# v1: checkpoint, accumulate, kl, clip, distributed
+# v1: checkpoint, accumulate, kl, clip, distributed, lora
 def check_v1_args(args: Args):
     for name in (
         "save_every", "max_prompt_length", "gradient_accumulation_steps",
@@ -1166,8 +1199,9 @@ def check_v1_args(args: Args):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    if args.warmup_steps < 0:
-        raise ValueError("--warmup-steps must not be negative")
+    for name in ("warmup_steps", "lora_rank"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():
@@ -1177,10 +1211,22 @@ def check_v1_args(args: Args):
         )
     if args.ref_kl_target and not args.kl_coef:
         raise ValueError("--ref-kl-target needs a --kl-coef to start from")
+    if args.target_kl and args.update_epochs * args.num_minibatches == 1:
+        raise ValueError("--target-kl does nothing with one step per update, which starts at KL 0")
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
     if args.fsdp and num_processes() == 1:
         raise ValueError("--fsdp needs torchrun with two processes or more")
+    # v1: lora
+    if args.lora_rank and not importlib.util.find_spec("peft"):
+        raise ValueError("--lora-rank needs peft: pip install peft, or uv run --with peft")
+    if args.lora_rank and args.fsdp:
+        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
+    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
+        raise ValueError(
+            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that are "
+            "trained would be rounded away"
+        )
 
 
 # v2: lag, correction, buffer
@@ -1208,7 +1254,7 @@ def check_v2_args(args: Args):
     has_stale_tokens = args.use_replay_buffer or args.rollout_lag
     rule = args.stale_correction()
     if args.rollout_lag and args.fsdp:
-        raise ValueError("--rollout-lag needs whole copies of the weights, --fsdp has none")
+        raise ValueError("--rollout-lag copies whole weights, which --fsdp does not have")
     if args.rollout_lag and (args.clip_coef_high or args.dual_clip):
         raise ValueError("--clip-coef-high and --dual-clip do nothing with a lag")
     if args.rollout_lag and rule in ("cispo", "dppo", "m2po") and args.clip_coef != Args.clip_coef:
@@ -1222,18 +1268,28 @@ def check_v2_args(args: Args):
     if args.correction_limit and rule in ("none", "behaviour"):
         raise ValueError(f"--correction-limit does nothing with --correction {rule}")
 
-    if not 1 <= args.min_replay_size <= args.replay_buffer_size:
-        raise ValueError("--min-replay-size must be from 1 to --replay-buffer-size")
+    first_size = args.replay_start_size or args.replay_buffer_size
+    if not 1 <= args.min_replay_size <= first_size <= args.replay_buffer_size:
+        raise ValueError(
+            "must rise from 1: --min-replay-size, --replay-start-size, --replay-buffer-size"
+        )
+    if args.replay_grow_iteration != Args.replay_grow_iteration and not args.replay_start_size:
+        raise ValueError("--replay-grow-iteration needs --replay-start-size")
+    if args.priority_beta > 1:
+        raise ValueError("--priority-beta must be from 0 to 1")
+    if args.adaptive_reuse and args.update_epochs * args.num_minibatches == 1:
+        raise ValueError("--adaptive-reuse does nothing with one step per update, at KL 0")
     if args.new_samples_ratio is not None and not 0 < args.new_samples_ratio < 1:
         raise ValueError("--new-samples-ratio must be above 0 and below 1")
     if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
         raise ValueError(
-            f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} rollouts per "
-            f"update are too few; must be at least {args.num_parts()}, one per micro-batch"
+            f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
+            f"are too few; {args.num_parts()} are needed, one for each micro-batch"
         )
-    if args.replay_from and not Path(args.replay_from).is_file():
+    needs_file = args.replay_from and not args.resume  # a resumed run has read it
+    if needs_file and not Path(args.replay_from).is_file():
         raise ValueError(f"--replay-from: there is no file {args.replay_from}")
-    if args.replay_from and not Path(args.replay_from).stat().st_size:
+    if needs_file and not Path(args.replay_from).stat().st_size:
         raise ValueError(f"--replay-from: {args.replay_from} is empty")
 
 
@@ -1367,6 +1423,8 @@ def write_rollouts(path: Path, batch: dict, global_step: int, tokenizer):
 
 def read_rollouts(path: str, policy, tokenizer, args) -> dict:
     """Read a file of write_rollouts into a batch. The policy has not been trained yet."""
+    # larger than the tokenizer's in many models
+    vocabulary_size = policy.lm.get_input_embeddings().num_embeddings
     parts = []
     for number, line in enumerate(open(path, encoding="utf-8"), 1):
         try:
@@ -1379,11 +1437,15 @@ def read_rollouts(path: str, policy, tokenizer, args) -> dict:
                 ended=torch.tensor([float(row["ended"])]),
             )
             all_ids = row["prompt_ids"] + row["response_ids"]
-            is_valid = 0 <= min(all_ids) and max(all_ids) < len(tokenizer)
-            is_valid = is_valid and len(row["logprobs"]) == len(row["response_ids"])
+            is_valid = 0 <= min(all_ids) and max(all_ids) < vocabulary_size
+            is_valid = is_valid and len(row["logprobs"]) == len(row["response_ids"]) > 0
+            is_valid = is_valid and part["mu_logprobs"].isfinite().all()
             is_valid = is_valid and part["scores"].isfinite().all()
         except (ValueError, KeyError, TypeError, RuntimeError):
             is_valid = False
+        if not is_valid and parts and not line.endswith("\n"):
+            print(f"{path}: left out the last line, which was not written to its end")
+            break
         if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must have prompt_ids, response_ids, logprobs, score and "
@@ -1395,7 +1457,7 @@ def read_rollouts(path: str, policy, tokenizer, args) -> dict:
     batch = {name: tensor.to(policy.eos_ids.device) for name, tensor in join(parts).items()}
     outputs = logprobs_and_values_in_parts(policy, batch, args)
     batch["ref_logprobs"], _, batch["mu_values"] = outputs
-    # a first guess, which gives the first priority; a draw computes advantages
+    # Before its first draw a rollout has its score as the advantage. A draw computes advantages.
     batch["advantages"] = batch["scores"][:, None].expand_as(batch["mu_values"])
     return batch
 
@@ -1488,11 +1550,75 @@ def checkpoint_layers(policy):
     transformers' own gradient checkpointing works in train() mode only, which means dropout.
     """
     for layer in transformer_layers(policy.lm):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+# v1: memory
+def use_bf16(policy):
+    """Matrix products in bfloat16, except in the two heads: rounded logits are wrong log-probs."""
+    device_type = policy.eos_ids.device.type
+    policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
+    for head in (policy.lm.get_output_embeddings(), policy.value_head):
+        head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        head.forward = torch.autocast(device_type, enabled=False)(head.forward)
+
+
+# v1: lora
+def add_adapters(policy, args):
+    """LoRA (arXiv:2106.09685): beside each matrix of the frozen layers, train one of low rank."""
+    from peft import LoraConfig, get_peft_model
+
+    lm = policy.lm
+    if args.weights_dtype == "bfloat16":
+        for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
+            parameter.data = parameter.data.bfloat16()
+        # a float32 copy, because the LM head may share its weights with the embedding
+        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+    config = LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+    )
+    policy.lm = get_peft_model(lm, config)  # float32 adapters, which add 0 at first
+    policy.eval()
+
+
+# v1: lora
+def without_adapters(policy, *inputs):
+    """Outputs of the frozen model. It is the reference, which takes no memory of its own."""
+    with policy.lm.disable_adapter():
+        return policy(*inputs)
+
+
+# v1: lora
+def trained_weights(policy) -> dict:
+    """The state of the policy without the weights that LoRA freezes."""
+    state = {}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if not is_frozen:
+            state[name] = tensor.detach()
+    return state
+
+
+# v1: lora
+def merge_adapters(lm):
+    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    lm = lm.get_base_model()
+    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
+    for name, module in lm.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = f"{name}.base_layer.weight"
+            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
+    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
+    with torch.device("meta"):  # only the structure
+        merged = type(lm)(lm.config)
+    merged.generation_config = lm.generation_config
+    return merged, state
 
 
 # --- run folder ---
-PANELS = {  # of curves.png: label of the y-axis, metrics
+PANELS = {  # curves.png has these panels: label of the y-axis, metrics
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -1584,7 +1710,10 @@ class Run:
         from matplotlib.figure import Figure
 
         logged = set().union(*self.rows)
-        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
+        panels = {}
+        for ylabel, names in PANELS.items():
+            if logged & set(names):
+                panels[ylabel] = [name for name in names if name in logged]
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
@@ -1619,7 +1748,8 @@ class ResumeArgs:
 
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
-    sft_steps chat_template max_prompt_length""".split()
+    sft_steps chat_template max_prompt_length lora_rank weights_dtype
+    replay_from temperature""".split()
 
 
 def parse_args() -> Args:
@@ -1629,7 +1759,7 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
     for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
@@ -1652,6 +1782,9 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    # v1: lora: the frozen weights are those of the model that the run starts from
+    trained = trained_weights(policy)
+    policy_state = {name: x for name, x in policy_state.items() if name in trained}
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     saved["kl_coef_option"] = args.kl_coef
     if rank() == 0:
@@ -1660,10 +1793,13 @@ def save_checkpoint(run, policy, optimizer, state: dict, args):
 
 
 def is_resumable(args) -> bool:
-    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
-    path = Path(args.run_dir) / "args.json"
-    if not args.resume or not path.exists():
-        return args.resume
+    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
+    folder = Path(args.run_dir)
+    path = folder / "args.json"
+    if not args.resume:
+        return False
+    if not path.exists():  # a kill may have come before it was written
+        return not (folder / "metrics.jsonl").exists()
     saved = json.loads(path.read_text(encoding="utf-8"))
     return saved.get("script") == Path(__file__).stem
 
@@ -1671,6 +1807,7 @@ def is_resumable(args) -> bool:
 def load_checkpoint(run, policy, optimizer, args) -> dict:
     """Restore weights, optimizer and logged rows.  -> state of the loop"""
     saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
         policy,
         optimizer,
@@ -1686,7 +1823,7 @@ def load_checkpoint(run, policy, optimizer, args) -> dict:
     drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
     if args.kl_coef != saved["kl_coef_option"]:
-        saved["state"]["kl_coef"] = args.kl_coef  # it was typed with --resume
+        saved["state"]["kl_coef"] = args.kl_coef  # a new value was typed with --resume
     return saved["state"]
 
 
@@ -1712,8 +1849,11 @@ def save_model(policy, tokenizer, folder: Path):
     """An ordinary Hugging Face folder."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
+        lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        if hasattr(lm, "peft_config"):  # v1: lora
+            lm, lm_state = merge_adapters(lm)
+        lm.save_pretrained(folder, state_dict=lm_state)
         tokenizer.save_pretrained(folder)
 
 
@@ -1741,7 +1881,7 @@ class Signals:
 # --- distributed ---
 # v1: distributed
 def num_processes() -> int:
-    """The number of processes of torchrun; options are checked before these are connected."""
+    """The number of processes of torchrun, also before they are connected."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -1754,7 +1894,7 @@ def world_size() -> int:
 
 
 def my_share(rows):
-    """Rows r, r + n, r + 2n, ... of n ranks, for rank r."""
+    """Of n ranks, rank r takes the rows r, r + n, r + 2n, ..."""
     return rows[rank() :: world_size()]
 
 

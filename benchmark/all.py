@@ -3,8 +3,8 @@
 python benchmark/all.py --tables   # seconds: prints and draws them from the CSVs
 python benchmark/all.py            # a day: first measures what the CSVs lack (remove one to measure it anew)
 
-Fetch and Reacher need: pip install -e .[mujoco]; race.py, control.py, sac_speed.py: pip install -e .[peers]; peers.py
-makes an environment of its own.
+Fetch and Reacher need: pip install -e .[mujoco]; LoRA: pip install -e .[lora]; race.py, control.py, sac_speed.py:
+pip install -e .[peers]; peers.py makes an environment of its own.
 """
 
 import argparse
@@ -23,6 +23,7 @@ COMMANDS = [  # script and flags, what makes it only print
     ("peers.py", "--tables"),
     ("race.py", "--tables"),
     (f"real_model.py {MODEL}", "--tables"),
+    (f"memory.py {MODEL}", "--tables"),  # needs peft
     ("het_study.py", "--table"),
     (f"real_agent.py {MODEL}", "--tables"),
     ("survivor_study.py --tune", "--tables"),

@@ -40,6 +40,10 @@ PROOFS = {  # marker -> tests, file::function
         "test_equivalence.py::test_micro_batches_give_the_gradient_of_the_minibatch"
     ],
     "v1: memory": ["test_v1.py::test_gradient_checkpointing_has_no_dropout"],
+    "v1: lora": [
+        "test_lora.py::test_the_reference_is_the_model_that_the_adapters_were_added_to",
+        "test_lora.py::test_a_killed_run_goes_on_as_if_never_stopped",
+    ],
     "v1: best": ["test_v1.py::test_best_and_final_folders_score_what_was_logged"],
     "v1: kl": [
         "test_math.py::test_adaptive_kl_by_hand",

@@ -2,7 +2,7 @@
 
 import csv
 import difflib
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -252,6 +252,8 @@ ELSEWHERE = (
     "sums.jsonl",
     "package:",
 )  # an extra; what a page speaks of and does not make
+if not importlib.util.find_spec("peft"):
+    ELSEWHERE += ("--lora-rank",)
 # what the page leaves to the reader's arm
 ARM = "spacemouse_is_touched = looks_done = lambda: False\nspacemouse_action = move_the_arm = lambda *action: None\n"
 

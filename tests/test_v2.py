@@ -2,11 +2,13 @@
 
 import json
 import math
+import sys
 from collections import Counter
 
 import pytest
 import torch
 from conftest import REPLAY, metrics_without_times, run, same, spy, weights
+from matplotlib.axes import Axes
 from test_v1 import faulty_reward
 from torch import tensor
 
@@ -534,8 +536,9 @@ def test_a_run_begins_with_the_log_of_another(logged, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    ["{", {"score": None}, {"response_ids": [3, 999]}, 
-     {"logprobs": [-1.0]}, {"response_ids": None}, {"prompt_ids": "no ids"}],
+    ["{", {"score": None}, {"response_ids": [3, 999]}, {"logprobs": [-1.0]},
+     {"response_ids": None}, {"prompt_ids": "no ids"}, {"response_ids": [], "logprobs": []},
+     {"response_ids": [3, 1], "logprobs": [-1.0, float("nan")]}],
 )  # fmt: skip
 def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
     lines = open(logged).read().splitlines()
@@ -543,6 +546,51 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
     with pytest.raises(SystemExit, match=r"log.jsonl, line 3: must have prompt_ids, response_ids"):
         run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(tmp_path / "log.jsonl"))
+
+
+def test_a_last_line_that_a_kill_cut_off_is_left_out(logged, tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text(open(logged).read()[:-9])
+    run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(tmp_path / "log.jsonl"))
+    assert "left out the last line, which was not written to its end" in capsys.readouterr().out
+    assert metrics_without_times(tmp_path / "run")[1]["buffer_size"] == 23 + 8
+
+
+def test_a_log_may_hold_tokens_of_the_model_that_the_tokenizer_does_not_know(logged, tmp_path):
+    """Qwen's embedding is larger than its tokenizer, and such a token may be sampled."""
+    tokenizer = ppo_v2.make_tiny_tokenizer()
+    lm = ppo_v2.make_tiny_lm(tokenizer)
+    lm.resize_token_embeddings(len(tokenizer) + 6)
+    for part in (lm, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    row = json.loads(open(logged).readline())
+    row |= dict(response_ids=[len(tokenizer) + 5, 1], logprobs=[-1.0, -1.0])
+    (tmp_path / "log.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    options = LONG | dict(model_name=str(tmp_path / "model"), num_iterations=1)
+    run(ppo_v2, tmp_path / "run", **options, replay_from=str(tmp_path / "log.jsonl"))
+    assert metrics_without_times(tmp_path / "run")[1]["buffer_size"] == 16
+
+
+def test_a_resumed_run_cannot_change_what_its_buffer_began_with(logged, tmp_path, monkeypatch):
+    """It needs the file of the start no more."""
+    file = tmp_path / "log.jsonl"
+    file.write_text(open(logged).read())
+    run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(file))
+    file.unlink()
+    words = ["ppo_v2.py", "--run-dir", str(tmp_path / "run"), "--resume"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert ppo_v2.parse_args().replay_from == str(file)
+    for option, value in (("--replay-from", str(logged)), ("--temperature", "0.5")):
+        monkeypatch.setattr(sys, "argv", [*words, option, value])
+        with pytest.raises(SystemExit, match=f"--resume cannot change {option} from"):
+            ppo_v2.parse_args()
+
+
+def test_curves_show_what_was_logged(tmp_path, monkeypatch):
+    calls = spy(monkeypatch, Axes, "plot")
+    run(ppo_v2, tmp_path / "run", **LONG)
+    labels = [line.get_label() for _, (line,) in calls]
+    assert "replay/kl_behaviour" in labels and "replay/ess" in labels
+    assert not [label for label in labels if label.startswith("lag/")]
 
 
 def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp_path):
@@ -568,7 +616,13 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(rollout_lag=1, correction="none", correction_limit=0.1), "--correction-limit does"),
         (dict(rollout_lag=-1), "--rollout-lag must not be negative"),
         (dict(use_replay_buffer=True, replay_sample_size=3, batch_size=8, num_minibatches=4),
-         "3 rollouts per update are too few"),
+         "3 drawn rollouts are too few"),
+        (dict(use_replay_buffer=True, replay_start_size=50, min_replay_size=60), "must rise"),
+        (dict(use_replay_buffer=True, replay_start_size=9000), "must rise"),
+        (dict(use_replay_buffer=True, replay_grow_iteration=9), "needs --replay-start-size"),
+        (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
+        (dict(use_replay_buffer=True, adaptive_reuse=True, update_epochs=1),
+         "--adaptive-reuse does nothing with one step"),
         (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be"),
         (dict(use_replay_buffer=True, max_replay_reuse=0), "--max-replay-reuse must be positive"),
     ],
