@@ -167,21 +167,18 @@ class Args:
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
             "publish_every", "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
             "init_alpha",
         ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in (
-            "seed", "eval_episodes", "report_episodes", "num_demos", "intervention_steps",
-            "training_starts", "random_steps", "utd", "augment_pad", "bc_weight",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+            if getattr(self, name) == 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
         for name in ("gamma", "tau", "demo_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
+            if getattr(self, name) > 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
         if self.num_sampled_critics > self.num_critics:
             raise ValueError("--num-sampled-critics must be at most --num-critics")
@@ -744,18 +741,15 @@ class Interface:
         self.obs_shapes = obs_shapes
         self.low = low  # bounds of the actions of the environment
         self.high = high
+        self.center = (high + low) / 2
+        self.scale = (high - low) / 2
         self.layout = ActionLayout(len(low), SETUP_MODES[args.setup_mode][1])
         self.record_dtype = make_record_dtype(obs_shapes, len(low))
 
     def normalize(self, name, action):
         """Convert an action of the environment to [-1,1]."""
-        action = to_array(name, action, self.low.shape)
-        center = (self.high + self.low) / 2
-        return ((action - center) / ((self.high - self.low) / 2)).clip(-1, 1)
-
-    def denormalize(self, action):
-        center = (self.high + self.low) / 2
-        return (center + (self.high - self.low) / 2 * action).astype(np.float32)
+        action = to_array(name, action, self.center.shape)
+        return ((action - self.center) / self.scale).clip(-1, 1)
 
     def make_agent(self, device):
         return SACHybridAgent(
@@ -810,7 +804,8 @@ class Robot(Interface):
         executed[grippers], _ = hold_grippers(action[grippers], self.last_commands)
 
         # 2 the environment moves, or the human does
-        raw, reward, terminated, truncated, info = self.env.step(self.denormalize(executed))
+        executed = (self.center + self.scale * executed).astype(np.float32)
+        raw, reward, terminated, truncated, info = self.env.step(executed)
         next_obs = select_obs(as_dict(raw), self.obs_shapes)
         is_human = info.get("intervene_action") is not None
         if is_human:
@@ -862,15 +857,15 @@ class Robot(Interface):
         return np.stack(records)
 
     def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
-        """Play the mean action, with one seed per episode.  -> the last records of the episodes in
-        which no human intervened"""
+        """Play the mean action in episodes with the seeds first_seed, first_seed + 1, ...
+        -> the last record of each; its `interventions` is 1 if a human acted in the episode"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
         last_records = []
         for seed in range(first_seed, first_seed + num_episodes):
             records = self.play(self.acting_agent.act, seed)
-            if not records["interventions"].any():
-                last_records.append(records[-1])
-        return np.array(last_records, self.record_dtype)
+            records[-1]["interventions"] = records["interventions"].max()
+            last_records.append(records[-1])
+        return np.stack(last_records)
 
 
 def explore(agent, obs, step, rng) -> np.ndarray:
@@ -887,11 +882,12 @@ def explore(agent, obs, step, rng) -> np.ndarray:
 
 # --- evaluate ---
 def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
-    """Play the mean action. Episode i has the seed first_seed + i, so that all runs play the same
-    episodes. An episode in which a human intervened does not count."""
+    """Play the mean action in the same episodes in every run. Do not count an episode in which a
+    human acted."""
     if num_episodes == 0:
         return {}
     results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
+    results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
     if num_helped:
         print(f"a human took over in {num_helped} of {num_episodes} episodes: they do not count")
@@ -928,7 +924,7 @@ def main(args: Args) -> dict[str, float]:
         serve(Robot(args), groups[rank()])
         return {}
     signals = Signals()
-    robots = connect_robots(args, groups) or [Robot(args)]
+    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
     agent = robots[0].make_agent(pick_device(args.device, built_in=args.env_id == BUILT_IN))
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
@@ -1207,13 +1203,9 @@ def has_succeeded(rewards, terminated, info=()) -> bool:
     return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
-def axes_of(pose):
-    """The directions along an object in this pose, across it, and up. Tilt is not to scale."""
-    *_, roll, pitch, yaw = pose
-    angle = yaw * math.pi / 2
-    along = np.array([math.cos(angle), math.sin(angle), pitch])
-    across = np.array([-math.sin(angle), math.cos(angle), roll])
-    return along, across, np.cross(along, across)
+def direction(yaw) -> np.ndarray:
+    """The unit vector of this heading; a quarter turn is 1.  -> (x, y, z)"""
+    return np.array([math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2), 0])
 
 
 class BarWorld(gym.Env):
@@ -1268,24 +1260,22 @@ class BarWorld(gym.Env):
     def camera(self, arm):
         """The view from above: the ends of the bar are a red and a blue dot, the arm is a green
         one.  -> (H,W,3)"""
-        angle = self.bar[arm, 5] * math.pi / 2
-        half = 0.4 * np.array([math.cos(angle), math.sin(angle)])
-        center = self.bar[arm, :2]
-        dots = np.stack([center + half, self.pose[arm, :2], center - half])  # (color,2)
+        half = 0.4 * direction(self.bar[arm, 5])
+        center = self.bar[arm, :3]
+        dots = np.stack([center + half, self.pose[arm, :3], center - half])[:, :2]  # (color,2)
         line = np.linspace(-1.2, 1.2, self.SIZE)[:, None, None]
         brightness = np.exp(-(((line - dots) / 0.15) ** 2))  # (SIZE,color,2)
         image = brightness[:, None, :, 1] * brightness[None, :, :, 0]  # (row,column,color)
         return (255 * image).astype(np.uint8)
 
     def lines(self, arm):
-        """The two halves of the bar and the gripper as lines through points (n,3), with colors"""
-        along, _, _ = axes_of(self.bar[arm])
+        """The halves of the bar and the gripper as lines through points (n,3), without their tilt"""
         center = self.bar[arm, :3]
-        yield "firebrick", np.stack([center, center + 0.4 * along])
-        yield "royalblue", np.stack([center, center - 0.4 * along])
-        _, across, up = axes_of(self.pose[arm])
-        finger = (0.22 if self.is_open[arm] else 0.08) * across  # from the middle to a finger
-        palm = 0.3 * up
+        half = 0.4 * direction(self.bar[arm, 5])
+        yield "firebrick", np.stack([center, center + half])
+        yield "royalblue", np.stack([center, center - half])
+        finger = (0.22 if self.is_open[arm] else 0.08) * direction(self.pose[arm, 5] + 1)
+        palm = np.array([0, 0, 0.3])
         yield (
             "black",
             self.pose[arm, :3] + np.stack([-finger, palm - finger, palm + finger, finger]),
@@ -1449,15 +1439,13 @@ def read_obs(transition, name, obs_shapes):
     return tuple(select_obs(as_dict(raw), obs_shapes).values())
 
 
-def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
-    """Convert a transition of a file.  -> record"""
+def read_transition(transition: dict, robot, grasp_penalty) -> np.ndarray:
+    """Convert a transition of a file, which may have masks and penalties.  -> record"""
     record = np.zeros((), robot.record_dtype)
     record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
     record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
     record["actions"] = robot.normalize("actions", transition["actions"])
-    commands = record["actions"][robot.layout.gripper]
-    _, num_toggles = hold_grippers(commands, last_commands)
-    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": GRASP_PENALTY * num_toggles}
+    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": grasp_penalty}
     numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
     for name in ("rewards", "dones", "masks", "grasp_penalty"):
         record[name] = to_array(name, numbers[name], (1,)).item()
@@ -1479,15 +1467,15 @@ def read_demos(paths, robot) -> list[np.ndarray]:
                 raise ValueError(f"it would become {size} bytes in memory")
             if not transitions:
                 raise ValueError("there are no transitions")
-            episode_starts = True
+            open_grippers = np.ones(robot.layout.num_grippers)
+            last_commands = open_grippers
             for row, transition in enumerate(transitions):
                 place = f"row {row}"
-                if episode_starts:
-                    last_commands = np.ones(robot.layout.num_grippers)  # open
-                record = read_transition(transition, robot, last_commands)
-                commands = record["actions"][robot.layout.gripper]
-                last_commands, _ = hold_grippers(commands, last_commands)
-                episode_starts = record["dones"] > 0
+                commands = robot.normalize("actions", transition["actions"])[robot.layout.gripper]
+                last_commands, num_toggles = hold_grippers(commands, last_commands)
+                record = read_transition(transition, robot, GRASP_PENALTY * num_toggles)
+                if record["dones"]:
+                    last_commands = open_grippers
                 records.append(record)
         except Exception as error:  # a damaged file can raise any type
             sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
@@ -1825,32 +1813,29 @@ def join_ranks() -> dict:
 
 
 def send(data: bytes, peer, group):
-    dist.send(torch.tensor([len(data)]), peer, group)
-    if data:
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, group)
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, group)
 
 
-def receive(peer, group) -> bytes:
-    size = torch.tensor([0])
-    dist.recv(size, peer, group)
-    data = torch.empty(size.item(), dtype=torch.uint8)
-    if len(data):
-        dist.recv(data, peer, group)
-    return data.numpy().tobytes()
+def receive(num_bytes, peer, group) -> bytes:
+    message = torch.empty(num_bytes, dtype=torch.uint8)
+    dist.recv(message, peer, group)
+    return message.numpy().tobytes()
 
 
 class RemoteRobot(Interface):
-    """A robot of another rank, to which rank 0 sends requests. It needs no environment of its own.
+    """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
 
-    A request has three numbers. The first is that of an environment step, or the first seed of as
-    many episodes as the second number says. The third is 1 if new weights follow.
+    A request has three numbers: that of an environment step, or the first seed of as many episodes
+    as the second number says. The third is 1 if new weights follow.
     """
+
+    FACTS_SIZE = 2**16  # bytes
 
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
         self.sent_weights = None
-        facts = json.loads(receive(peer, group))
+        facts = json.loads(receive(self.FACTS_SIZE, peer, group))
         obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
         super().__init__(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
 
@@ -1860,7 +1845,8 @@ class RemoteRobot(Interface):
         dist.send(torch.tensor([number, num_episodes, are_new]), self.peer, self.group)
         if are_new:
             dist.send(weights, self.peer, self.group)
-        return np.frombuffer(receive(self.peer, self.group), self.record_dtype)
+        num_bytes = max(1, num_episodes) * self.record_dtype.itemsize
+        return np.frombuffer(receive(num_bytes, self.peer, self.group), self.record_dtype)
 
     def take_turn(self, step, weights) -> np.ndarray:
         return self.ask(step, 0, weights)[0]
@@ -1872,28 +1858,17 @@ class RemoteRobot(Interface):
         dist.send(torch.tensor([-1, 0, 0]), self.peer, self.group)
 
 
-def connect_robots(args, groups) -> list[RemoteRobot]:
-    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()]
-    for robot in robots:
-        if robot.record_dtype != robots[0].record_dtype:
-            sys.exit(
-                f"rank {robot.peer} observes {robot.obs_shapes}: expected {robots[0].obs_shapes}"
-            )
-    return robots
-
-
 def serve(robot, group):
-    """Tell rank 0 what the robot observes and how it moves, then do what it asks for."""
-    low, high = robot.low.tolist(), robot.high.tolist()
-    send(json.dumps(dict(obs_shapes=robot.obs_shapes, low=low, high=high)).encode(), 0, group)
+    """Tell rank 0 what the robot observes and how it moves, then do what rank 0 asks for."""
+    facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
+    send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
     weights = robot.acting_agent.acting_weights()
     request = torch.tensor([0, 0, 0])
     while True:
         dist.recv(request, 0, group)
         number, num_episodes, are_new = request.tolist()
         if number < 0:
-            robot.close()
-            return
+            return robot.close()
         if are_new:
             dist.recv(weights, 0, group)
         if num_episodes:
