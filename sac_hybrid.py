@@ -15,12 +15,13 @@
             1 critics, 2 actor and temperature, 3 target networks             (agent.update)
         publish a copy of the weights to the actor
 
-The arm is controlled by SAC, the gripper (close, stay, open) by double DQN on the same encoder. In
-the built-in environment an arm lifts a bar that only a camera shows. Its scripted human is slow,
-trembles and makes mistakes. Imitation succeeds less often than this human. Reinforcement learning
-succeeds as often, and in half as many steps (docs/sac_hybrid.md has the measurements).
+SAC moves the arm. Double DQN on the same encoder chooses the command of the gripper: close, stay or
+open. In the built-in environment an arm lifts a bar that only a camera shows. Its scripted human
+trembles, makes mistakes, and moves at half the speed that is possible. Imitation succeeds less
+often than this human. Reinforcement learning succeeds as often, and it needs half as many steps for
+an episode (docs/sac_hybrid.md has the measurements).
 
-wsrl_warmup.py has the same SAC. These parts are added to it here, each with its marker:
+wsrl_warmup.py has the same SAC. These parts are added here, each with its marker:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
     hybrid: grasp    - the critic of the gripper
     hybrid: cloning  - a loss that clones the motion of the arm from demonstrations (--bc-weight)
@@ -28,16 +29,20 @@ wsrl_warmup.py has the same SAC. These parts are added to it here, each with its
 What differs from HIL-SERL:
 - There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
-- The critics share the scale and bias of LayerNorm. HIL-SERL does not clone.
-- The built-in human takes over at a random step. A real one takes over when the policy errs.
+- Actor and learner take turns (--utd). HIL-SERL lets both run freely, which is --utd 0 here.
+- A time limit does not end the value of a state. The best policy of several evaluations is kept.
+- The critics share the scale and bias of LayerNorm. HIL-SERL has no loss that clones.
+- The built-in human takes over at a random step, until the end of the episode. A real human takes
+  over when the policy is about to fail.
 What differs from SAC (arXiv:1812.05905): the actor follows the mean of the critics instead of the
-minimum, the critics' target has no entropy bonus, and the target entropy is half as large.
+minimum, the target of the critics has no entropy bonus, and the target entropy is half as large.
 
-Shapes: N rows, A action dims, C continuous ones, G grasps, E critics, F features.
+Shapes: N rows, D features, C continuous action dims, A with grippers, G grasps, E critics.
+A transition is stored as a numpy record. A grasp is the number of a command to all grippers.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
-    python sac_hybrid.py --algorithm bc        # imitate the same human instead (HG-DAgger)
+    python sac_hybrid.py --algorithm bc        # imitate this human instead (HG-DAgger)
     python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image pose
     torchrun --nproc-per-node 3 sac_hybrid.py  # rank 0 learns, ranks 1 and 2 act
 """
@@ -74,7 +79,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
-SETUP_MODES = {  # arms, grippers to learn
+SETUP_MODES = {  # number of arms, number of grippers that the policy controls
     "single-arm-fixed-gripper": (1, 0),
     "single-arm-learned-gripper": (1, 1),
     "dual-arm-fixed-gripper": (2, 0),
@@ -105,12 +110,13 @@ OWN_CLASS = dict(eval_episodes=0, report_episodes=0)  # defaults for a file: it 
 QUICK_TEST = dict(
     test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
 )
-GRASP_PENALTY = -0.02  # reward of the gripper's critic for each time a gripper opens or closes
+GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a gripper opens or closes
 
 
 # --- args ---
 @dataclass
 class Args:
+    # BAR_WORLD replaces some of these defaults for the built-in environment, OWN_CLASS for a file.
     # run
     seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -120,23 +126,23 @@ class Args:
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
-    eval_episodes: int = 10  # of an evaluation; the best policy is kept (0: keep the last policy)
-    report_episodes: int = 50  # other episodes, which judge the final model (0: none)
-    capture_video: bool = True  # write policy.gif: the first of the episodes that judge the model
+    eval_episodes: int = 10  # of an evaluation; it selects final_model (0: keep the last policy)
+    report_episodes: int = 50  # of the last test, with other seeds (0: no test)
+    capture_video: bool = True  # write policy.gif with the first episodes of this test
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     create_data: bool = False  # only write test_data/success_demo.pkl and failure_demo.pkl
-    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: train on test_data
+    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: with test_data
     # task
-    env_id: str = BUILT_IN  # this one, a Gymnasium id, or file.py:Class(image_keys, action_dim)
+    env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
     image_keys: list[str] = field(default_factory=list)  # observations the policy sees (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     failure_paths: list[str] = field(default_factory=list)  # failures, used as online experience
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no demo_paths
-    intervention_steps: int = 0  # its interventions become rarer, linearly to 0 at this step
+    intervention_steps: int = 0  # interventions of this human become rarer, and end at this step
     timeout_terminal: bool = False  # after a time limit, do not bootstrap from the next state
     # model
     hidden_size: int = 256  # width of actor and critics
@@ -144,7 +150,7 @@ class Args:
     # rollout
     max_steps: int = 100_000  # environment steps
     training_starts: int = 1_000  # steps before the first update
-    random_steps: int = 1_000  # first steps, with uniformly random actions
+    random_steps: int = 1_000  # random actions in so many first steps
     utd: float = 1.0  # updates per environment step (0: act and learn at their own speeds)
     publish_every: int = 1  # updates between two copies of the weights for the actors
     # optimization
@@ -152,7 +158,7 @@ class Args:
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     augment_pad: int = 4  # shift images randomly by up to this many pixels
     # SAC
-    algorithm: Literal["sac", "bc"] = "sac"  # bc: only imitate the demonstrations (baseline)
+    algorithm: Literal["sac", "bc"] = "sac"  # bc: only imitate the human (a baseline)
     gamma: float = 0.97  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
     cta_ratio: int = 2  # critic updates per actor update, each on its own batch
@@ -163,7 +169,7 @@ class Args:
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     demo_ratio: float = 0.5  # share of demonstrations in a batch
-    buffer_size: int = 200_000  # frames in each buffer: one per transition, one more per episode
+    buffer_size: int = 200_000  # frames in a buffer; n transitions of an episode have n + 1
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
@@ -183,7 +189,9 @@ class Args:
         if self.num_sampled_critics > self.num_critics:
             raise ValueError("--num-sampled-critics must be at most --num-critics")
         if self.buffer_size < 2:
-            raise ValueError("--buffer-size must be at least 2: a transition has two frames")
+            raise ValueError(
+                "--buffer-size must be at least 2, because a transition has two frames"
+            )
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
             raise ValueError("only the built-in environment has a scripted human and test data")
@@ -245,13 +253,13 @@ class EnsembleLinear(nn.Module):
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # one column is slow as a matrix product
+        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+    """E critics as one network of batched products.  (N,D), (N,C) -> (E,N)
 
     Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
     """
@@ -270,7 +278,7 @@ def embedding(in_dim, out_dim):
 
 
 class ImageEncoder(nn.Module):  # hybrid: images
-    """Convolutions down to 16 rows of pixels, then the positions of 16 features in the image
+    """Convolutions until an image has at most 16 rows, then the positions of 16 features in it
     (spatial softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
 
     def __init__(self, image_shape):
@@ -291,13 +299,15 @@ class ImageEncoder(nn.Module):  # hybrid: images
         _, _, height, width = x.shape
         rows = torch.linspace(-1, 1, height, device=x.device)
         columns = torch.linspace(-1, 1, width, device=x.device)
-        points = torch.cat([weights.sum(3) @ rows, weights.sum(2) @ columns], 1)  # (N,32)
-        return torch.cat([points, self.embed(points)], 1)  # positions are features, too
+        mean_row = weights.sum(3) @ rows  # (N,16)
+        mean_column = weights.sum(2) @ columns  # (N,16)
+        points = torch.cat([mean_row, mean_column], 1)  # (N,32)
+        return torch.cat([points, self.embed(points)], 1)
 
 
 class Encoder(nn.Module):  # hybrid: images
     """The features of all cameras and vectors, concatenated.
-    (N,H,W,channels) uint8, (N,D) float32 -> (N,F)"""
+    (N,H,W,channels) uint8 and (N,n) float32 -> (N,D)"""
 
     def __init__(self, obs_shapes: dict[str, tuple]):
         super().__init__()
@@ -309,7 +319,7 @@ class Encoder(nn.Module):  # hybrid: images
             image_shapes = [obs_shapes[key] for key in self.image_keys]
             if len({channels for *_, channels in image_shapes}) > 1:
                 raise ValueError(f"cameras differ in their number of channels: {image_shapes}")
-            self.image = ImageEncoder(max(image_shapes))  # the one with the most rows of pixels
+            self.image = ImageEncoder(max(image_shapes))  # the image with the most rows
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -352,7 +362,8 @@ def grasp_target(rewards, grasp_penalty, masks, next_q, next_q_target, gamma):
 
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """Make one step with each optimizer.  -> 1 if a gradient was not finite; then nothing changed"""
+    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -389,7 +400,7 @@ class SACHybridAgent(nn.Module):
         super().__init__()
         num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]  # hybrid: grasp
         self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
-        # HIL-SERL takes minus half of the number of action dims, grippers included.
+        # Minus half of the number of action dims with grippers, as in HIL-SERL
         self.target_entropy = -0.5 * self.layout.action_dim
         obs_shapes = obs_shapes or dict.fromkeys(image_keys, (32, 32, 3))
         self.make_networks(args or Args(), obs_shapes, device)
@@ -431,7 +442,7 @@ class SACHybridAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
     def policy(self, features):
-        """The mean and the standard deviation before the tanh.  (N,F) -> 2 x (N,C)"""
+        """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
@@ -525,7 +536,7 @@ class SACHybridAgent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: dict[str, np.ndarray], noise=0.0) -> np.ndarray:
-        """The action `noise` standard deviations from the mean, with the best gripper command.
+        """The arm moves by tanh(mean + noise * std). The grippers get the best grasp.
         -> (A,) in [-1,1]"""
         if obs.keys() != self.obs_shapes.keys():
             raise ValueError(f"found observations {[*obs]}: expected {[*self.obs_shapes]}")
@@ -584,7 +595,7 @@ class SACHybridAgent(nn.Module):
 
 # --- buffer ---
 # A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
-RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode up to this step
+RESULTS = ("success_rate", "episodic_return", "episodic_length")  # from the start of the episode
 SCALARS = (
     "rewards",
     "masks",  # 0 where the episode terminated
@@ -593,7 +604,7 @@ SCALARS = (
     "interventions",  # 1 if a human replaced the action
     "takeovers",  # 1 on the first of such steps
     "demos",  # 1 if a demonstration file has it
-    "ranks",  # the process that acted
+    "ranks",  # the number of the process that acted
     *RESULTS,
 )
 
@@ -609,10 +620,10 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frames are numbered in the order they are written, and frame n is in slot n % capacity. A slot
-    also has the transition that ends at its frame. `starts` has the number of the frame where that
-    transition starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes
-    a -> b -> c and then d -> e are stored so:
+    Frames are numbered in the order in which they are written. Frame n is in slot n % capacity,
+    with the transition that ends there. `starts` has the number of the frame where this transition
+    starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes a -> b -> c
+    and then d -> e are stored so:
 
         frame number   0    1    2    3    4
         frame          a    b    c    d    e     e overwrites a, in slot 0
@@ -630,9 +641,9 @@ class FrameBuffer:
         self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
 
     def ends(self):
-        """Slots of the transitions that can be drawn: their first frame is still in the ring."""
+        """The slots where a transition ends whose first frame is still in the ring"""
         oldest = max(0, self.num_frames - len(self.slots))
-        return np.flatnonzero(self.starts >= oldest)
+        return np.flatnonzero(self.starts >= oldest)  # a start of -1 never is
 
     def __len__(self):
         return len(self.ends())
@@ -649,8 +660,8 @@ class FrameBuffer:
         return self.num_frames - 1
 
     def insert(self, record):
-        """Start at the last frame of the same actor if it equals the first frame of this record.
-        Otherwise an episode begins, or records are missing, and the first frame is written, too."""
+        """Write the last frame of a record. Write the first frame, too, unless the same actor has
+        just written it: then the record continues an episode."""
         actor = int(record["ranks"])
         start = self.newest_frame.get(actor, -1)
         oldest_after_this = max(0, self.num_frames + 1 - len(self.slots))
@@ -660,7 +671,7 @@ class FrameBuffer:
         self.newest_frame[actor] = self.write_frame(record["next_obs"], record, start)
 
     def sample(self, num_rows, rng):
-        """Draw with replacement.  -> slots where transitions end (N,), first frames (N,)"""
+        """Draw with replacement.  -> contents of slots (N,), first frames of transitions (N,)"""
         ends = rng.choice(self.ends(), num_rows)
         return self.slots[ends], self.read_frames(self.starts[ends])
 
@@ -674,7 +685,7 @@ def store(record, online_rb, demo_rb):
 
 
 def split_batch(batch_size, num_online, num_demo, demo_ratio):
-    """How many rows of a batch come from (online_rb, demo_rb). An empty buffer gives none."""
+    """The number of rows from online_rb and from demo_rb. No rows come from an empty buffer."""
     if num_demo == 0:
         return batch_size, 0
     if num_online == 0:
@@ -875,7 +886,7 @@ def explore(agent, obs, step, rng) -> np.ndarray:
         action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
         action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
         return action
-    if agent.args.algorithm == "bc":  # it does not train the standard deviation: act with the mean
+    if agent.args.algorithm == "bc":  # it does not train the standard deviation, so act without
         return agent.act(obs)
     return agent.act(obs, torch.from_numpy(rng.standard_normal(len(layout.continuous), np.float32)))
 
@@ -958,7 +969,7 @@ def main(args: Args) -> dict[str, float]:
             raise record
         progress.global_step += 1
         is_last = progress.global_step == args.max_steps
-        is_between_episodes = is_last or record["dones"] > 0
+        episode_ended = is_last or record["dones"] > 0  # the robot waits
         store(record, online_rb, demo_rb)
         record_file.write(record.tobytes())
         progress.human_steps += int(record["interventions"])
@@ -981,15 +992,10 @@ def main(args: Args) -> dict[str, float]:
         row = {}
         if is_last or progress.global_step % args.eval_every == 0:
             is_eval_due = True
-        if is_eval_due and is_between_episodes:
+        if is_eval_due and episode_ended:
             is_eval_due = False
             row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
-        if row:
-            score = [row["eval/success_rate"], row["eval/episodic_return"]]
-            score.append(-row["eval/episodic_length"])  # of equal policies, prefer the faster one
-            if score >= progress.best_score:
-                progress.best_score = score
-                progress.best_agent = agent.checkpoint()
+            keep_best(progress, agent, row)
 
         # 4 log
         if is_last or progress.global_step % args.log_interval == 0:
@@ -1016,7 +1022,7 @@ def main(args: Args) -> dict[str, float]:
             name = f"checkpoint_{progress.global_step}.pth"
             write_checkpoint(save_dir / name, **agent.checkpoint())
             is_save_due = True
-        if is_between_episodes and (is_save_due or is_last or signals.received):
+        if episode_ended and (is_save_due or is_last or signals.received):
             save_run(run, agent, progress, record_file)
             is_save_due = False
             if signals.received:
@@ -1053,6 +1059,16 @@ def learn(agent, online_rb, demo_rb, published, progress):
     stats["buffer/demo_rows"] = batch["is_demo"].sum()
     stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
     progress.losses.append(stats)
+
+
+def keep_best(progress, agent, row):
+    """Compare policies by success, then by return. Of equal policies prefer the faster one."""
+    if not row:
+        return
+    score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
+    if score >= progress.best_score:  # of lists: their first difference decides
+        progress.best_score = score
+        progress.best_agent = agent.checkpoint()
 
 
 def mean_of_each(rows: list[dict]) -> dict[str, float]:
@@ -1269,7 +1285,7 @@ class BarWorld(gym.Env):
         return (255 * image).astype(np.uint8)
 
     def lines(self, arm):
-        """The halves of the bar and the gripper as lines through points (n,3), without their tilt"""
+        """The halves of the bar and the gripper as lines through points (n,3), without tilt"""
         center = self.bar[arm, :3]
         half = 0.4 * direction(self.bar[arm, 5])
         yield "firebrick", np.stack([center, center + half])
@@ -1425,9 +1441,11 @@ def read_transitions(path) -> list[dict]:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
-    # numpy marks the dtype of big-endian numbers by this string.
-    if any(argument == ">" for _, argument, _ in pickletools.genops(data)):
-        raise ValueError('it has the string ">", and big-endian numbers are not supported')
+    for opcode, argument, _ in pickletools.genops(data):
+        if argument == ">":  # so numpy marks the dtype of big-endian numbers
+            raise ValueError('it has the string ">", and big-endian numbers are not supported')
+        if opcode.name == "LONG_BINPUT" and argument > len(data):
+            raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
