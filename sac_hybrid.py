@@ -413,9 +413,7 @@ class SACHybridAgent(nn.Module):
         action_dim = len(self.layout.continuous)
         encoder = Encoder(obs_shapes)
         self.critic = nn.Module()
-        self.critic.encoder = (
-            encoder  # the losses of the critics train it, and not those of the actor
-        )
+        self.critic.encoder = encoder  # the actor uses it, too, but only the critics train it
         self.critic.qf = QEnsemble(
             args.num_critics, encoder.dim + action_dim, args.hidden_size, args.layer_norm
         )
@@ -449,7 +447,7 @@ class SACHybridAgent(nn.Module):
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
         # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
-        torch.default_generator.manual_seed(args.seed * 1_000_003 + self.updates)
+        torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
         # 1 critics
@@ -845,10 +843,6 @@ class Robot(Interface):
         self.is_done = bool(record["dones"])
         return record
 
-    def close(self):
-        if hasattr(self.env, "close"):
-            self.env.close()
-
     def take_turn(self, step, weights) -> np.ndarray:
         """Take the environment step with this number.  -> its record"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
@@ -878,6 +872,10 @@ class Robot(Interface):
             last_records.append(records[-1])
         return np.stack(last_records)
 
+    def close(self):
+        if hasattr(self.env, "close"):
+            self.env.close()
+
 
 def explore(agent, obs, step, rng) -> np.ndarray:
     """A sample of the policy, or a random action in the first random_steps"""
@@ -886,7 +884,7 @@ def explore(agent, obs, step, rng) -> np.ndarray:
         action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
         action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
         return action
-    if agent.args.algorithm == "bc":  # it does not train the standard deviation, so act without
+    if agent.args.algorithm == "bc":  # no loss has trained the standard deviation
         return agent.act(obs)
     return agent.act(obs, torch.from_numpy(rng.standard_normal(len(layout.continuous), np.float32)))
 
@@ -969,12 +967,12 @@ def main(args: Args) -> dict[str, float]:
             raise record
         progress.global_step += 1
         is_last = progress.global_step == args.max_steps
-        episode_ended = is_last or record["dones"] > 0  # the robot waits
+        episode_ended = record["dones"] > 0  # the actor waits for `may_continue`
         store(record, online_rb, demo_rb)
         record_file.write(record.tobytes())
         progress.human_steps += int(record["interventions"])
         progress.human_takeovers += int(record["takeovers"])
-        if record["dones"]:
+        if episode_ended:
             progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
         rollout_time = time.time() - start_time
 
@@ -992,7 +990,7 @@ def main(args: Args) -> dict[str, float]:
         row = {}
         if is_last or progress.global_step % args.eval_every == 0:
             is_eval_due = True
-        if is_eval_due and episode_ended:
+        if is_eval_due and (episode_ended or is_last):
             is_eval_due = False
             row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
             keep_best(progress, agent, row)
@@ -1022,12 +1020,12 @@ def main(args: Args) -> dict[str, float]:
             name = f"checkpoint_{progress.global_step}.pth"
             write_checkpoint(save_dir / name, **agent.checkpoint())
             is_save_due = True
-        if episode_ended and (is_save_due or is_last or signals.received):
+        if is_last or (episode_ended and (is_save_due or signals.received)):
             save_run(run, agent, progress, record_file)
             is_save_due = False
             if signals.received:
                 break
-        if args.utd or record["dones"]:
+        if args.utd or episode_ended:
             actor.may_continue.release()
 
     bar.close()
@@ -1822,12 +1820,15 @@ def world_size() -> int:
 def join_ranks() -> dict:
     """Join the other processes of torchrun, if there are any.  -> a group for each actor"""
     if "WORLD_SIZE" in os.environ:
-        # A step can take long: a human resets the robot, or goes to lunch.
-        dist.init_process_group("gloo", timeout=timedelta(days=30))
+        dist.init_process_group("gloo")
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one process prints
-    # An actor and the learner have a group of their own, so that no actor waits for another.
-    return {peer: dist.new_group([0, peer]) for peer in range(1, world_size())}
+    # Each actor has a group with the learner, so that no actor waits for another. The human who
+    # resets a robot may take longer than the usual limit of half an hour.
+    groups = {}
+    for peer in range(1, world_size()):
+        groups[peer] = dist.new_group([0, peer], timeout=timedelta(days=30))
+    return groups
 
 
 def send(data: bytes, peer, group):
