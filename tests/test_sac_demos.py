@@ -1,5 +1,6 @@
 """sac_hybrid.py: demo files are untrusted: hostile, damaged and ill-fitting ones end in one sentence."""
 
+import copy
 import os
 import pickle
 import struct
@@ -12,6 +13,7 @@ import pytest
 
 from sac_hybrid import (
     Args,
+    BarWorld,
     Robot,
     SACHybridAgent,
     make_demos,
@@ -110,8 +112,65 @@ def test_masks_and_penalties_are_filled_in(tmp_path):
     assert penalties[penalties != 0].tolist() == pytest.approx([-0.02] * 3)
 
 
+class Chunked:
+    """A robot as HIL-SERL wraps it: ChunkingWrapper adds an axis of 1, the gripper wrapper a penalty in the infos."""
+
+    def __init__(self):
+        self.env = BarWorld(human="expert")
+        self.env.intervention_probability = 1.0
+
+    def wrap(self, obs):
+        return {key: value[None] for key, value in obs.items()}
+
+    def reset(self):
+        obs, info = self.env.reset(seed=1)
+        self.env.takeover_step = 0  # a person holds the space mouse all the time
+        self.is_open = True
+        return self.wrap(obs), info
+
+    def step(self, action):
+        obs, reward, done, truncated, info = self.env.step(action)
+        closes = self.is_open and not self.env.is_open.all()
+        self.is_open = self.env.is_open.all()
+        info |= {"grasp_penalty": -0.03 if closes else 0.0, "succeed": info.pop("is_success")}
+        info |= {
+            "left": False,
+            "right": False,
+            "intervene_action": np.asarray(info["intervene_action"]),
+        }
+        return self.wrap(obs), int(reward), done, truncated, info
+
+
+def test_a_file_written_like_record_demos(tmp_path):
+    """The loop and the names of examples/record_demos.py: zero actions, replaced by those of the person."""
+    env = Chunked()
+    obs, info = env.reset()
+    trajectory = []
+    done = False
+    while not done:
+        actions = np.zeros(7)
+        next_obs, reward, done, _, info = env.step(actions)
+        if "intervene_action" in info:
+            actions = info["intervene_action"]
+        row = dict(observations=obs, actions=actions, next_observations=next_obs, rewards=reward)
+        row |= dict(masks=1.0 - done, dones=done, infos=info)
+        trajectory.append(copy.deepcopy(row))
+        obs = next_obs
+    assert info["succeed"]
+    records = read(dump(tmp_path / "demo.pkl", trajectory))
+    assert (
+        records["obs"]["image"] == np.concatenate([r["observations"]["image"] for r in trajectory])
+    ).all()
+    assert (records["actions"] == np.stack([r["actions"] for r in trajectory])).all()
+    assert records["rewards"].sum() == 1 and records["masks"].tolist() == [1.0] * (
+        len(records) - 1
+    ) + [0.0]
+    penalties = records["grasp_penalty"]  # of their wrapper, not the -0.02 of this script
+    assert penalties[penalties != 0].tolist() == pytest.approx([-0.03])
+
+
 def test_pickles_of_hil_serl_load_as_they_are_written(tmp_path):
-    """Its ChunkingWrapper adds an axis of 1; its transitions have infos and a grasp penalty."""
+    """Its ChunkingWrapper adds an axis of 1; the actor's own files have the penalty beside the infos."""
     rows = []
     for number, demo in enumerate(DEMOS):
         row = dict(demo) | dict(
