@@ -39,8 +39,7 @@ gain and the bias of LayerNorm, the target entropy is -A/2 instead of -A, and th
 mean of the critics.
 
 Shapes: N rows, D observation dims, A action dims, E critics, T steps of an episode, M actions of
-the conservative term, K of them from one distribution. Text that sac_hybrid.py shares says F for D
-and C for A.
+the conservative term, K of them from one distribution. Text that sac_hybrid.py shares says C for A.
 The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
@@ -281,13 +280,13 @@ class EnsembleLinear(nn.Module):
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # one column is slow as a matrix product
+        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+    """E critics as one network of batched products.  (N,D), (N,C) -> (E,N)
 
     Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
     """
@@ -365,8 +364,8 @@ def return_to_go(rewards, gamma) -> np.ndarray:
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Whether an episode succeeded. `info` of the last step says it in some environments.
-    Otherwise, and for data files, the episode terminated, and only its last reward is positive."""
+    """Whether an episode succeeded. In some environments the info of the last step tells. Without
+    it, an episode succeeded if it terminated with its first positive reward."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -392,7 +391,8 @@ def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> f
 
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """One step of each optimizer.  -> 1 if a gradient was not finite and nothing changed, else 0"""
+    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -400,10 +400,10 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     loss.backward(inputs=parameters)  # the actor's loss leaves no gradient in the critics
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_bad = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_bad.device.type == "mps" and is_bad:  # its fused Adam ignores found_inf
+    if is_bad.device.type == "mps" and is_bad:  # fused Adam ignores found_inf on this device
         return is_bad
     for optimizer in optimizers:
-        optimizer.found_inf = is_bad  # fused Adam skips the step without waiting for the device
+        optimizer.found_inf = is_bad  # 1 makes fused Adam skip the step, as GradScaler does
         optimizer.step()
     return is_bad
 
@@ -710,7 +710,7 @@ def to_tensors(rows, device):
 
 
 def random_numbers(seed, purpose: str, number):
-    """A generator for each (seed, purpose, number): there is no generator state to save."""
+    """A generator for each (seed, purpose, number). There is no generator state to save."""
     return np.random.default_rng([seed, *purpose.encode(), number])
 
 
@@ -976,10 +976,7 @@ def main(args: Args) -> dict[str, float]:
             progress.window = []
             run.log({"global_step": progress.global_step} | row)
             metrics |= run.rows[-1]
-            status = status_line(metrics)
-            bar.set_postfix_str(status, refresh=False)
-            if bar.disable:  # the output is not a terminal: print lines instead of a bar
-                print(f"[{progress.global_step}/{last_step}] {status}", flush=True)
+            show_status(bar, metrics)
         bar.update(progress.global_step - bar.n)
 
         # 6 save between two episodes; first the files of stage one, which --resume would not write
@@ -1024,15 +1021,26 @@ def mean_of_each(rows: list[dict]) -> dict[str, float]:
     return dict(zip(columns, torch.stack(means).tolist(), strict=True))
 
 
-def status_line(metrics: dict) -> str:
+STATUS = (
+    "losses/critic_loss",
+    "losses/actor_loss",
+    "losses/alpha_loss",
+    "losses/alpha",
+    "buffer/offline_frac",
+    "eval/episodic_return",
+)
+
+
+def show_status(bar, metrics: dict):
+    """Show the newest numbers beside the bar, or in a line of their own if this is no terminal."""
     shown = []
-    for name in (
-        "losses/critic_loss", "losses/actor_loss", "losses/alpha_loss", "losses/alpha",
-        "buffer/offline_frac", "eval/episodic_return",
-    ):  # fmt: skip
+    for name in STATUS:
         if metrics.get(name) is not None:
             shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
-    return " ".join(shown)
+    status = " ".join(shown)
+    bar.set_postfix_str(status, refresh=False)
+    if bar.disable:
+        print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
 
 
 def finish_run(args, run, agent, env):
@@ -1040,13 +1048,12 @@ def finish_run(args, run, agent, env):
     write_checkpoint(run.dir / "final_model.pth", **agent.checkpoint())
     if args.capture_video:
         write_video(run.dir / "policy.gif", agent, env)
-    run.finish(
-        {
-            "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
-            "offline share of a batch": ["buffer/offline_frac"],
-            "mean Q value": ["losses/q_values"],
-        }
-    )
+    panels = {
+        "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
+        "offline share of a batch": ["buffer/offline_frac"],
+        "mean Q value": ["losses/q_values"],
+    }
+    run.finish(panels, "updates of the warm-up, then environment steps")
     first = run.rows[0]["eval/episodic_return"]
     last = run.rows[-1]["eval/episodic_return"]
     steps = f"{run.rows[-1]['charts/env_steps']} environment steps"
@@ -1192,28 +1199,29 @@ class DemoUnpickler(pickle.Unpickler):
         "numpy._core.multiarray.scalar",
         "numpy._core.numeric._frombuffer",
         "_codecs.encode",
+        "collections.OrderedDict",
     )
     DTYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        if name == "dtype":  # a constant of numpy, because a file could give a new one false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 
 
 def read_transitions(path) -> list[dict]:
-    """A pickled list of transitions, or an .npz file with a column per name"""
+    """Read a pickled list of transitions, or an .npz with columns such as observations/image."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
     for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":
-            raise ValueError("big-endian numbers are not supported")
+        if argument == ">":  # so numpy marks the dtype of big-endian numbers
+            raise ValueError('it has the string ">", and big-endian numbers are not supported')
         if opcode.name == "LONG_BINPUT" and argument > len(data):
             raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
@@ -1413,11 +1421,8 @@ def pick_device(name: str, built_in: bool) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-XLABEL = "updates of the warm-up, then environment steps"
-
-
 class Run:
-    """The folder of a run: args.json, metrics.jsonl; at the end summary.json and curves.png."""
+    """The folder of a run: options, metrics, and at the end a summary and curves."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1428,7 +1433,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
         (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
@@ -1450,22 +1455,22 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self, panels: dict[str, list[str]], xlabel):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, xlabel=XLABEL, ylabel=ylabel)
+            axis = figure.add_subplot(1, len(panels), i, xlabel=xlabel, ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
                 values = [row[name] for row in rows]
-                window = 5 if name.startswith("charts/") else 1  # single episodes are noisy
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
                 recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
                 axis.plot(steps, values, ".", color=color, alpha=0.3)
                 axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
@@ -1534,6 +1539,13 @@ def parse_args() -> Args:
         if saved and name != "resume" and getattr(args, name) != value:
             print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def write_checkpoint(path: Path, **state):
