@@ -415,8 +415,7 @@ class WarmupAgent(nn.Module):
     actions                    (N,A)  in [-1,1]
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: see return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
-    is_demo                    (N,)   True on offline rows of every source: --bc-weight clones
-                                      them. sac_hybrid.py has the name for demonstrations only.
+    is_cloned                  (N,)   1 on rows that cloning imitates, see mark_cloned_rows
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -472,7 +471,10 @@ class WarmupAgent(nn.Module):
             next_features = self.critic.encoder(batch["next_obs"])
             next_features_target = self.critic_target.encoder(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
-            next_actions, next_logprobs = tanh_normal(next_mean, next_std, self.noise(next_mean))
+            noise = self.noise(next_mean)
+            if method == "bc":  # warm-up: cloning; the mean action, no loss trains the deviation
+                noise = torch.zeros_like(noise)
+            next_actions, next_logprobs = tanh_normal(next_mean, next_std, noise)
             next_q = self.critic_target.qf(next_features_target, next_actions)  # (E,N)
             if args.num_sampled_critics < args.num_critics:  # REDQ (arXiv:2101.05982)
                 drawn = torch.randperm(args.num_critics)[: args.num_sampled_critics]
@@ -510,14 +512,14 @@ class WarmupAgent(nn.Module):
             actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
+            # warm-up: cloning
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            # It replaces both losses of the actor. No loss trains the standard deviation then, and
-            # the first online steps sample with it. Evaluations play the mean action.
-            if method == "bc":  # warm-up: cloning
-                actor_losses = {"actor_loss": (batch["actor_weights"] * distance).mean()}
-            elif args.bc_weight:  # warm-up: cloning
-                num_demo_rows = batch["is_demo"].sum().clamp(min=1)
-                bc_loss = (distance * batch["is_demo"]).sum() / num_demo_rows
+            num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
+            bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
+            bc_loss = bc_loss / num_cloned_rows
+            if method == "bc":
+                actor_losses = {"actor_loss": bc_loss}
+            elif args.bc_weight:
                 actor_losses["bc_loss"] = args.bc_weight * bc_loss
 
             self.skipped_steps += gradient_step(sum(actor_losses.values()), self.actor_optimizer)
@@ -743,7 +745,6 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     rows["weights"] = normalize_weights(critic_weights)
     batch = to_tensors(rows, agent.raw_alpha.device)
     batch["actor_weights"] = torch.as_tensor(actor_weights).to(batch["weights"])
-    batch["is_demo"] = torch.arange(len(rows), device=agent.raw_alpha.device) < num_offline
     return batch, offline_slots, online_slots
 
 
@@ -1092,7 +1093,7 @@ def make_row_dtype(env) -> np.dtype:
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
-    scalars = ("rewards", "masks", "dones", "weights", "quality", "returns")
+    scalars = ("rewards", "masks", "dones", "weights", "quality", "returns", "is_cloned")
     return np.dtype(columns + [(name, "f4") for name in scalars])
 
 
@@ -1130,8 +1131,9 @@ COLUMNS = {  # name in a data file: name in a buffer
     "weights": "weights",
     "quality": "quality",
     "returns": "returns",
+    "is_cloned": "is_cloned",
 }
-RATINGS = {"weights": -1.0, "quality": 0.0, "returns": 0.0}  # values if a data file has none
+RATINGS = ("weights", "quality", "returns", "is_cloned")  # a data file may leave them out
 
 
 def swing_up(obs):
@@ -1235,18 +1237,22 @@ def fill_columns(transition) -> dict:
     """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
     termination. Without `dones` a time limit shows only where a row does not continue the last."""
     if "dones" in transition:
-        return RATINGS | {"masks": 1.0 - transition["dones"]} | transition
+        return {"masks": 1.0 - transition["dones"]} | transition
     if "masks" in transition:
-        return RATINGS | {"dones": 1.0 - transition["masks"]} | transition
+        return {"dones": 1.0 - transition["masks"]} | transition
     raise ValueError("it has neither masks nor dones: expected at least one of them")
 
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
     rows = np.zeros(len(transitions), make_row_dtype(env))
+    for name in RATINGS:
+        rows[name] = np.nan  # not known yet
     for i, transition in enumerate(transitions):
         transition = fill_columns(transition)
         for name, column in COLUMNS.items():
+            if name in RATINGS and name not in transition:
+                continue
             value = transition[name]
             if isinstance(value, dict):
                 if not set(env.obs_keys) <= set(value):
@@ -1320,25 +1326,40 @@ def load_offline_data(args, env):
         del training[10::10]
         if len(heldout) == 1:
             sys.exit("--early-stop-patience needs ten episodes or more")
-    return np.concatenate(training), np.concatenate(heldout), mean_returns
+    rows = np.concatenate(training)
+    if not args.learner:  # stage one has marked them
+        mark_cloned_rows(rows)
+    return rows, np.concatenate(heldout), mean_returns
 
 
 def rate_episodes(args, episodes: dict):
-    """Fill the columns weights, quality and returns where the data file has none."""
+    """Fill the columns of RATINGS where the data file has none."""
     source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
     every_episode = sum(episodes.values(), [])
     returns = [episode["rewards"].sum() for episode in every_episode]
-    lengths = [len(episode) for episode in every_episode]
+    return_range = (min(returns, default=0.0), max(returns, default=1.0))
+    max_length = max(map(len, every_episode), default=1)
     for source, source_episodes in episodes.items():
         for episode in source_episodes:
-            if episode["weights"].min() < 0:
-                quality = compute_data_quality(episode, (min(returns), max(returns)), max(lengths))
-                success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-                bonus = args.success_weight_bonus if success else 1.0
-                episode["quality"] = quality
-                episode["returns"] = return_to_go(episode["rewards"], args.gamma)
+            quality = compute_data_quality(episode, return_range, max_length)
+            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+            bonus = args.success_weight_bonus if success else 1.0
+            ratings = {
                 # warm-up: weights; a quality of 0.5 is neutral
-                episode["weights"] = source_weights[source] * (0.5 + quality) * bonus
+                "weights": source_weights[source] * (0.5 + quality) * bonus,
+                "quality": quality,
+                "returns": return_to_go(episode["rewards"], args.gamma),
+                "is_cloned": float(source == "demos"),
+            }
+            for name, rating in ratings.items():
+                episode[name] = np.where(np.isnan(episode[name]), rating, episode[name])
+
+
+def mark_cloned_rows(rows):
+    """Cloning imitates the demonstrations. Without any, it imitates the best quarter of the rows,
+    by the quality of their episodes."""
+    if len(rows) and not rows["is_cloned"].any():
+        rows["is_cloned"] = rows["quality"] >= np.quantile(rows["quality"], 0.75)
 
 
 def write_transitions(path, rows, env):

@@ -133,7 +133,6 @@ def test_errors_find_the_rows_of_a_mixed_batch():
     online = buffer(50, 1.0, obs=2.0, rewards=100 + np.arange(50))
     batch, offline_slots, online_slots = sample_mixed(make_agent(), offline, online, 20 / 32, 0.4)
     assert len(offline_slots) == 20 and len(online_slots) == 12
-    assert batch["is_demo"].tolist() == [True] * 20 + [False] * 12
     assert batch["obs"][:, 0].tolist() == [1.0] * 20 + [2.0] * 12
     errors = batch["rewards"].numpy()  # an error that tells the row
     offline.update_priorities(offline_slots, errors[:20])

@@ -94,6 +94,35 @@ def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
     assert load_offline_data(args, ENV)[0]["weights"] == pytest.approx(3.5 * 5 / 6)
 
 
+def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path):
+    """With weights and without returns, Cal-QL would have raised the policy's values to 0."""
+    columns = walk(dones=LAST, rewards=-np.ones(6))
+    rows, *_ = load(save(tmp_path / "a.npz", columns | dict(weights=np.arange(6) + 1.0)))
+    assert rows["weights"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert rows["returns"] == pytest.approx(return_to_go(-np.ones(6), 0.99))
+    assert rows["quality"] == pytest.approx((0 + 0.5 + 0.5) / 3)
+    rows, *_ = load(save(tmp_path / "b.npz", columns | dict(returns=np.arange(6) - 9.0)))
+    assert rows["returns"].tolist() == [-9, -8, -7, -6, -5, -4]
+    assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
+    refused(
+        save(tmp_path / "c.npz", columns | dict(returns=np.full(6, np.nan))), "returns of row 0"
+    )
+
+
+def test_cloning_imitates_demonstrations_or_the_best_quarter(tmp_path):
+    def source(i, level):
+        rewards = np.full(6, float(level))
+        return save(tmp_path / f"{i}.npz", walk(start=10.0 * i, dones=LAST, rewards=rewards))
+
+    paths = [source(i, level) for i, level in enumerate((0, 9, 1, 2, 3))]
+    args = Args(offline_data_path=paths[:1], random_data_path=paths[1:])
+    rows, *_ = load_offline_data(args, ENV)
+    assert rows["is_cloned"].tolist() == [1] * 6 + [0] * 24  # the worst source, but it is the demos
+    args = Args(suboptimal_data_path=paths[2:4], random_data_path=[paths[1], paths[4]])
+    rows, *_ = load_offline_data(args, ENV)
+    assert rows["rewards"][rows["is_cloned"] == 1].tolist() == [9] * 6
+
+
 def transitions(wrap=lambda value: value, **others):
     """As HIL-SERL writes them, with images, infos and a grasp_penalty that nobody here reads"""
     columns = walk()
@@ -325,6 +354,7 @@ def test_what_the_warm_up_writes_is_what_it_kept(tmp_path):
     rows["actions"] = [[-0.5], [0.25], [1.0]]
     rows["rewards"], rows["masks"] = [1, 2, 3], [1, 1, 0]
     rows["weights"], rows["quality"], rows["returns"] = [1, 2, 3], 0.7, [-5, 6, 7]
+    rows["is_cloned"] = [0, 1, 0]
     write_transitions(tmp_path / "kept.pkl", rows, ENV)
     written = pickle.loads((tmp_path / "kept.pkl").read_bytes())
     assert [float(row["actions"][0]) for row in written] == [-1.0, 0.5, 2.0]

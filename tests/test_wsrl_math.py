@@ -34,9 +34,7 @@ def make_batch(seed=0):
     batch = {name: torch.randn(N, D, generator=rng) for name in ("obs", "next_obs")}
     batch["actions"] = torch.rand(N, A, generator=rng) * 2 - 1
     batch |= dict(rewards=torch.rand(N, generator=rng), masks=torch.ones(N), returns=torch.zeros(N))
-    return batch | dict(
-        weights=torch.ones(N), actor_weights=torch.ones(N), is_demo=torch.ones(N, dtype=torch.bool)
-    )
+    return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N), is_cloned=torch.ones(N))
 
 
 def test_offline_share_and_split_of_256():
@@ -162,8 +160,10 @@ def test_the_core_is_that_of_sac_hybrid(options, backup_entropy, monkeypatch):
     assert names == [name for name, _ in ours.named_parameters()]
     theirs.load_state_dict(ours.state_dict(), strict=False)
     for i in range(4):
-        batch = make_batch(i) | {"is_demo": torch.arange(N) < 5}
+        is_demo = torch.arange(N) < 5
+        batch = make_batch(i) | {"is_cloned": is_demo}
         their_batch = batch | {name: {"state": batch[name]} for name in ("obs", "next_obs")}
+        their_batch["is_demo"] = is_demo
         stats = ours.update(batch, train_actor=i % 2 == 1)
         expected = theirs.update(their_batch, train_actor=i % 2 == 1)
         assert all(torch.equal(stats[name], expected[name]) for name in expected)
@@ -222,13 +222,36 @@ def test_cloning_regresses_the_actions_and_the_critics_learn_beside_it():
     assert last["critic_loss"] < 0.5 * first["critic_loss"]
 
 
-def test_what_is_cloned_online_is_the_offline_rows():
-    agent, batch = make_agent(bc_weight=2.0), make_batch()
-    batch["is_demo"] = torch.arange(N) >= 6
+def test_only_marked_rows_are_cloned():
+    """By both options, weighted like the rest of the actor's loss. A batch without them has no loss."""
+    marked, weights = torch.arange(N) >= 6, torch.linspace(0.5, 1.5, N)
+    batch = make_batch() | {"is_cloned": marked, "actor_weights": weights}
+    agent = make_agent(bc_weight=2.0)
     mean, _ = agent.policy(batch["obs"])
-    error = (mean.tanh() - batch["actions"]).square().sum(-1)[6:].mean()
-    assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error.item(), rel=1e-5)
+    distance = (mean.tanh() - batch["actions"]).square().sum(-1)
+    error = (weights * distance)[6:].mean().item()
+    cloner = make_agent()
+    assert cloner.update(batch, method="bc")["actor_loss"].item() == pytest.approx(error, rel=1e-5)
+    assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error, rel=1e-5)
     assert "bc_loss" not in make_agent().update(batch)
+    cloner = make_agent()
+    before = copy.deepcopy(cloner.actor.state_dict())
+    batch["is_cloned"] = torch.zeros(N)
+    assert cloner.update(batch, method="bc")["actor_loss"] == 0
+    assert same(cloner.actor.state_dict(), before)
+
+
+def test_cloning_judges_the_mean_action():
+    """No loss of cloning trains the deviation, so the critics must not learn the value of its samples."""
+    agent, batch = make_agent(num_critics=1), make_batch()
+    next_mean, _ = agent.policy(batch["next_obs"])
+    next_value = agent.critic_target.qf(batch["next_obs"], next_mean.tanh())[0]
+    target = batch["rewards"] + 0.97 * next_value
+    error = agent.critic.qf(batch["obs"], batch["actions"])[0] - target
+    found = agent.update(batch, method="bc")["td_errors"]
+    assert torch.allclose(found, error.detach(), atol=1e-6)
+    sampled = make_agent(num_critics=1).update(batch)["td_errors"]
+    assert not torch.allclose(sampled, error.detach(), atol=1e-3)
 
 
 def test_dropout_is_active_in_the_update_of_the_actor_only():
