@@ -6,45 +6,44 @@
 """SAC with an offline warm-up before online training: WSRL (arXiv:2412.07762) and its relatives.
 
     read the offline data, weigh each row by its source and quality     (load_offline_data)
-    warm-up, `warmup_steps` times:                                      (main)
+    warm-up, `warmup_steps` times:                                      (main, first loop)
         draw a batch of offline rows                                    (sample_mixed)
         1 critics, 2 actor and temperature, 3 target networks           (agent.update)
-    keep the offline rows with the largest TD error                     (filter_offline_data)
-    online, after each environment step:                                (main)
-        store the transition in online_rb
-        `utd_ratio` times: draw from both buffers, update as above
+    keep some of the offline rows, release the others                   (filter_offline_data)
+    online, `online_steps` times:                                       (main, second loop)
+        step the environment, store the transition in online_rb         (take_step)
+        `utd_ratio` times: draw from both buffers, update as above; the last one with the actor
 
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
-    warm-up: cloning       - regression on the actions of the data
+    warm-up: cloning       - regression on the actions of demonstrations or of the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the offline updates here. The paper of WSRL calls its first online steps, which the
-frozen policy plays, the warm-up: here they are --warmup-rollout-steps.
-Two commands can share the work. Stage one is the warm-up, which writes --checkpoint-path and ends.
-Stage two is --learner: it reads the files of stage one and trains online.
+"Warm-up" means the offline updates. The paper of WSRL uses this word for its first online steps,
+in which the policy is frozen. Here these steps are --warmup-rollout-steps.
 
-What differs from WSRL with --preset design (default):
+Two commands can share the work. The first one does the warm-up, writes --checkpoint-path and ends.
+The second one, with --learner, reads the files of the first one and trains online.
+
+--preset chooses the method. design, the default, differs from WSRL:
     - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
     - no steps with a frozen policy; offline rows are kept and are a part of every batch
     - prioritized draws, and weights of the rows in the losses
---preset wsrl has these parts as the paper has them; its other constants are those of this script.
-rlpd follows arXiv:2302.02948, bc clones first, scratch has no data. Presets belong to the command
-line: Args(preset="wsrl") sets only the name. In Python use Args(**default_options(env_id, preset)).
+wsrl follows the paper in all of this. rlpd follows arXiv:2302.02948. bc clones first. scratch has
+no data. The command line applies a preset; in Python write Args(**default_options(env_id, preset)).
 
-What differs from SAC (arXiv:1812.05905) with every preset: the critics of the ensemble share the
-gain and the bias of LayerNorm, the target entropy is -A/2 instead of -A, and the actor follows the
-mean of the critics.
+What differs from SAC (arXiv:1812.05905) with every preset: the critic's target has no entropy
+bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
+Networks have LayerNorm, and the critics share its scale and bias.
 
-Shapes: N rows, D observation dims, A action dims, E critics, T steps of an episode, M actions of
-the conservative term, K of them from one distribution. Text that sac_hybrid.py shares says F for D
-and C for A.
-The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
+Shapes: N rows, F features of an observation, C action dims, E critics, T steps of an episode, M
+actions of the conservative term, K of them from each of three distributions.
+The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
-    python wsrl_warmup.py --env-id Reacher-v5 --offline-data-path demos.pkl
+    python wsrl_warmup.py --env-id MountainCarContinuous-v0 --offline-data-path demos.pkl
 """
 
 import copy
@@ -57,7 +56,7 @@ import pickletools
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -83,7 +82,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 steps are more than its online_steps
+PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # the preset's 5,000 exceed Pendulum's online_steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -106,7 +105,7 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # cloning, then half of each batch offline: the baseline to beat (arXiv:2603.27400)
+    "bc": dict(  # online as in rlpd: the baseline to beat (arXiv:2603.27400)
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -131,41 +130,41 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
-    exp_name: str | None = None  # this name replaces {script} in the default run_dir
+    exp_name: str | None = None  # name that replaces {script} in the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
-    preset: Literal[tuple(PRESETS)] = "design"  # it sets defaults of the options below
-    checkpoint_path: str | None = None  # stage one writes its agent to this file
-    demo_path: str | None = None  # and its rows here (None: filtered_demos.pkl)
-    learner: bool = False  # run stage two: read checkpoint_path and demo_path
-    make_data: str | None = None  # only write demos, suboptimal and random .pkl to this folder
-    expert_path: str | None = None  # this final_model.pth plays them (None: a script)
+    preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
+    checkpoint_path: str | None = None  # agent of the warm-up: written, or read with --learner
+    demo_path: str | None = None  # rows that the warm-up kept (None: filtered_demos.pkl beside it)
+    learner: bool = False  # second of two commands: read checkpoint_path and demo_path, go online
+    make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
+    expert_path: str | None = None  # final_model.pth that plays for --make-data (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
-    suboptimal_data_path: list[str] = field(default_factory=list)  # their weight is 1.0
-    random_data_path: list[str] = field(default_factory=list)  # their weight is 0.5
-    demo_weight: float = 2.0  # this is the weight of rows of demonstrations
-    success_weight_bonus: float = 1.5  # it multiplies weights of successful episodes
-    reward_scale: float = 1.0  # it multiplies rewards in updates, not logged returns
+    suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, row weight 1.0
+    random_data_path: list[str] = field(default_factory=list)  # random actions, row weight 0.5
+    demo_weight: float = 2.0  # row weight of demonstrations
+    success_weight_bonus: float = 1.5  # factor on the row weights of successful episodes
+    reward_scale: float = 1.0  # factor on rewards in updates, not on logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
     dropout: float = 0.0  # share of hidden units that are dropped when the actor is updated
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first steps, without updates (random if there was no warm-up)
+    warmup_rollout_steps: int = 0  # first online steps, without updates (random if untrained)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # noise on offline observations, in units of their std
-    early_stop_patience: int = 0  # end the warm-up after so many worse held-out errors (0: off)
+    early_stop_patience: int = 0  # end the warm-up this many checks after the best (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -177,42 +176,36 @@ class Args:
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
-    initial_offline_ratio: float = 1.0  # offline share of a batch when online training starts
-    offline_decay_rate: float = 0.999  # each environment step multiplies the share by it
-    min_offline_ratio: float = 0.5  # the share does not fall below this
+    initial_offline_ratio: float = 1.0  # offline share of a batch before the first online step
+    offline_decay_rate: float = 0.999  # factor on this share per online step
+    min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep its highest
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # rows with the most of it
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
 
-    # Options of sac_hybrid.py that are constants here
+    # Without a type these are constants, not options.
     num_sampled_critics = 2  # critics drawn for the minimum in the target
-    backup_entropy = False  # add the entropy bonus to the critic's target
     log_interval = 100  # steps between lines of metrics.jsonl
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
-            "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
-            "demo_weight", "success_weight_bonus",
-        ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in (
-            "warmup_steps", "warmup_rollout_steps", "online_steps", "cql_alpha", "bc_weight",
-            "obs_noise", "early_stop_patience",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
-        for name in (
-            "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
-            "min_offline_ratio", "retention_ratio", "priority_alpha",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
-        if 0 < self.online_steps <= self.warmup_rollout_steps:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 0, and finite")
+        positive = "num_threads save_every eval_every eval_episodes hidden_size batch_size lr"
+        positive += " utd_ratio num_critics init_alpha buffer_size reward_scale demo_weight"
+        positive += " success_weight_bonus"
+        for name in positive.split():
+            if getattr(self, name) == 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
+        shares = "dropout gamma tau initial_offline_ratio offline_decay_rate min_offline_ratio"
+        shares += " retention_ratio priority_alpha"
+        for name in shares.split():
+            if getattr(self, name) > 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at most 1")
+        if self.online_steps and self.online_steps <= self.warmup_rollout_steps:
             raise ValueError(
                 "--online-steps must be 0 or more than --warmup-rollout-steps, "
                 "else the agent never learns online"
@@ -225,27 +218,32 @@ class Args:
             )
         if (self.learner or self.demo_path) and not self.checkpoint_path:
             raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.learner and self.initial_offline_ratio and not self.demo_path:
-            raise ValueError("--learner needs --demo-path if --initial-offline-ratio is not 0")
-        if self.learner and self.demo_path and not self.initial_offline_ratio:
-            raise ValueError("--initial-offline-ratio is 0: --learner would not use --demo-path")
+        if self.learner and bool(self.demo_path) != bool(self.initial_offline_ratio):
+            raise ValueError(
+                "--learner needs --demo-path if --initial-offline-ratio is above 0, and only then"
+            )
         if self.checkpoint_path and not self.learner and not self.warmup_steps:
             raise ValueError("--checkpoint-path needs --learner or --warmup-steps of 1 or more")
-        if self.checkpoint_path and not self.demo_path and not self.learner:
-            self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
         if self.has_data() and not self.needs_data():
-            raise ValueError("--offline-data-path would not be read: there is no warm-up")
+            raise ValueError("the data paths would not be read: there is no warm-up")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
+        if self.checkpoint_path and not self.demo_path and not self.learner:
+            self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
 
     def has_data(self) -> bool:
         return bool(self.offline_data_path or self.suboptimal_data_path or self.random_data_path)
 
     def needs_data(self) -> bool:
+        """Without a warm-up, data are still needed if they are kept for the online batches."""
         return not self.learner and (self.warmup_steps > 0 or self.retention_ratio > 0)
 
+    def ends_after_warmup(self) -> bool:
+        """This is the first of two commands."""
+        return self.checkpoint_path is not None and not self.learner
 
-WSRLConfig = Args  # name in the design document
+
+WSRLConfig = Args  # another name of the options, for imports
 
 
 # --- networks ---
@@ -302,11 +300,10 @@ class QEnsemble(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """The encoder of vector observations: nothing is learned.  (N,D) -> (N,D)"""
+    """Observations in units of their spread. Nothing is learned.  (N,F) -> (N,F)"""
 
     def __init__(self, mean, std):
         super().__init__()
-        self.dim = len(mean)
         self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.float32))
         self.register_buffer("std", torch.as_tensor(std, dtype=torch.float32))
 
@@ -336,12 +333,12 @@ def conservative_gap(q_values, log_densities, data_q_values):
 
 
 def normalize_weights(weights):
-    """Divide by the mean of the batch: the learning rate keeps its meaning."""
+    """Divide by the mean of the batch, so that weights do not change the learning rate."""
     return weights / weights.mean()
 
 
 def offline_ratio_at(args, env_steps) -> float:
-    """Offline share of a batch, so many environment steps after the warm-up"""
+    """Offline share of a batch after this many online steps"""
     decayed = args.initial_offline_ratio * args.offline_decay_rate**env_steps
     return max(args.min_offline_ratio, decayed)
 
@@ -354,8 +351,9 @@ def priority_beta_schedule(t) -> float:
 def return_to_go(rewards, gamma) -> np.ndarray:
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts the sum off. With negative rewards, as in Pendulum, the last rows then have
-    returns above their true values, and Cal-QL is less conservative there."""
+    The sum stops where the data stop. After a time limit, rewards are missing: a third of the sum
+    100 steps before the end, if gamma is 0.99. If rewards are negative, as in Pendulum, G is then
+    too high, and Cal-QL is less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -365,8 +363,8 @@ def return_to_go(rewards, gamma) -> np.ndarray:
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Whether an episode succeeded. `info` of the last step says it in some environments.
-    Otherwise, and for data files, the episode terminated, and only its last reward is positive."""
+    """Some environments report success in the `info` of the last step. Without such a report, and
+    in data files, an episode succeeded if it terminated and only its last reward is positive."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -411,9 +409,9 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
 class WarmupAgent(nn.Module):
     """Actor, critics and target networks. A batch is a dict of tensors:
 
-    obs, next_obs              (N,D)
-    actions                    (N,A)  in [-1,1]
-    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: see return_to_go
+    obs, next_obs              (N,F)
+    actions                    (N,C)  in [-1,1]
+    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
     is_cloned                  (N,)   1 on rows that cloning imitates, see mark_cloned_rows
     """
@@ -426,18 +424,18 @@ class WarmupAgent(nn.Module):
         args = args or Args()
         torch.manual_seed(args.seed)
         self.args = args
+        obs_dim = len(obs_mean)
         action_dim = len(action_scale)
         self.target_entropy = -0.5 * action_dim
-        encoder = Normalizer(obs_mean, obs_std)
-        self.critic = nn.ModuleDict()
-        self.critic["encoder"] = encoder
-        self.critic["qf"] = QEnsemble(
-            args.num_critics, encoder.dim + action_dim, args.hidden_size, args.layer_norm
+        self.normalizer = Normalizer(obs_mean, obs_std)
+        self.critic = QEnsemble(
+            args.num_critics, obs_dim + action_dim, args.hidden_size, args.layer_norm
         )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
-        self.actor = mlp(encoder.dim, 2 * action_dim, args.hidden_size, args.layer_norm)
+        self.actor = mlp(obs_dim, 2 * action_dim, args.hidden_size, args.layer_norm)
         if args.dropout:
             self.actor = add_dropout(self.actor, args.dropout)
+        # the inverse of the softplus in `alpha`
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("action_scale", torch.as_tensor(action_scale, dtype=torch.float32))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
@@ -454,59 +452,55 @@ class WarmupAgent(nn.Module):
     def noise(self, like):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
-    def policy(self, features):
-        """Mean and standard deviation before the tanh.  (N,D) -> 2 x (N,A)"""
-        mean, log_std = self.actor(features).chunk(2, -1)
+    def policy(self, obs):
+        """Mean and standard deviation before the tanh.  (N,F) -> 2 x (N,C)"""
+        mean, log_std = self.actor(obs).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
         args = self.args
-        # Seeded by the number of the update: a resumed run needs no saved RNG state.
+        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
         # All devices are seeded, because dropout draws on the device of the network.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
+        obs = self.normalizer(batch["obs"])
+        next_obs = self.normalizer(batch["next_obs"])
 
         # 1 critics
         with torch.no_grad():
-            next_features = self.critic.encoder(batch["next_obs"])
-            next_features_target = self.critic_target.encoder(batch["next_obs"])
-            next_mean, next_std = self.policy(next_features)
-            noise = self.noise(next_mean)
-            if method == "bc":  # warm-up: cloning; the mean action, no loss trains the deviation
-                noise = torch.zeros_like(noise)
-            next_actions, next_logprobs = tanh_normal(next_mean, next_std, noise)
-            next_q = self.critic_target.qf(next_features_target, next_actions)  # (E,N)
+            next_mean, next_std = self.policy(next_obs)
+            next_noise = self.noise(next_mean)
+            if method == "bc":  # warm-up: cloning; its loss trains the mean action only
+                next_noise = torch.zeros_like(next_noise)
+            next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
+            next_q = self.critic_target(next_obs, next_actions)  # (E,N)
             if args.num_sampled_critics < args.num_critics:  # REDQ (arXiv:2101.05982)
                 drawn = torch.randperm(args.num_critics)[: args.num_sampled_critics]
                 next_q = next_q[drawn.to(next_q.device)]
             next_value = next_q.min(0).values  # (N,)
-            if args.backup_entropy:
-                next_value = next_value - self.alpha() * next_logprobs
             q_target = td_target(batch["rewards"], batch["masks"], next_value, args.gamma)
 
-        features = self.critic.encoder(batch["obs"])
-        q_values = self.critic.qf(features, batch["actions"])  # (E,N)
+        q_values = self.critic(obs, batch["actions"])  # (E,N)
         td_errors = q_values - q_target
         # warm-up: weights
         critic_losses = {"critic_loss": (batch["weights"] * td_errors.square()).mean()}
 
         if method in ("cql", "calql") and args.cql_alpha:  # warm-up: conservative
-            gap = self.conservative_term(batch, features, next_features, q_values, method)
+            gap = self.conservative_term(batch, obs, next_obs, q_values, method)
             critic_losses["cql_loss"] = args.cql_alpha * gap
 
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
-        # 2 actor and temperature, on features that only the critics train
+        # 2 actor and temperature
         actor_losses = {}
         if train_actor:
-            features = features.detach()
             alpha = self.alpha()
             self.actor.train()  # warm-up: overfitting; dropout is active only here
-            mean, std = self.policy(features)
+            mean, std = self.policy(obs)
             self.actor.eval()
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # differs from SAC: the mean of the critics, not the minimum (RLPD, HIL-SERL)
-            objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
+            # SAC takes the minimum of the critics. RLPD and HIL-SERL take their mean.
+            objective = self.critic(obs, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             # warm-up: weights
             actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
@@ -530,26 +524,26 @@ class WarmupAgent(nn.Module):
             torch._foreach_lerp_(slow, list(self.critic.parameters()), args.tau)
         stats = critic_losses | actor_losses
         stats |= {"q_values": q_values.mean(), "alpha": self.alpha()}
-        stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,)
+        stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,), error of the mean critic
         return {name: value.detach() for name, value in stats.items()}
 
-    def conservative_term(self, batch, features, next_features, q_values, method):
+    def conservative_term(self, batch, obs, next_obs, q_values, method):
         """Mean gap of CQL or Cal-QL. The weights of the rows are in the TD loss only, not here.
         Log-densities are in the units of the environment. That adds a constant to the loss."""
         num_rows, action_dim = batch["actions"].shape
         shape = (self.NUM_CQL_ACTIONS, num_rows, action_dim)
         with torch.no_grad():
-            uniform = 2 * torch.rand(shape).to(features) - 1
+            uniform = 2 * torch.rand(shape).to(obs) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # the critics judge all actions at s
+            for states in (obs, next_obs):  # the critics judge all actions at s
                 mean, std = self.policy(states)
-                sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,A), (K,N)
+                sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
                 log_densities.append(logprobs)
-        actions = torch.cat(actions)  # (M,N,A)
+        actions = torch.cat(actions)  # (M,N,C)
         log_densities = torch.cat(log_densities) - self.action_scale.log().sum()  # (M,N)
-        action_q = self.critic.qf(features.repeat(len(actions), 1), actions.flatten(0, 1))
+        action_q = self.critic(obs.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
         if method == "calql":  # values of the policy are not pushed below the return of the data
             uniform_q, policy_q = action_q.split([len(uniform), 2 * len(uniform)], 1)
@@ -557,21 +551,32 @@ class WarmupAgent(nn.Module):
         return conservative_gap(action_q, log_densities, q_values).mean()
 
     @torch.no_grad()
-    def td_errors(self, batch):
-        """Of rows of a buffer, at the mean action, without training.  -> (E,N), targets (N,)"""
+    def judge(self, batch) -> dict:
+        """Errors on rows of a buffer, without training and without random numbers
+
+        td_errors       (E,N)  for the mean action in the next state
+        targets         (N,)
+        clone_errors    (N,)   squared distance between the mean action and the action of the row
+        """
+        obs = self.normalizer(batch["obs"])
+        next_obs = self.normalizer(batch["next_obs"])
+        next_mean, _ = self.policy(next_obs)
+        next_value = self.critic_target(next_obs, next_mean.tanh()).min(0).values
         rewards = self.args.reward_scale * batch["rewards"]
-        next_mean, _ = self.policy(self.critic.encoder(batch["next_obs"]))
-        next_features = self.critic_target.encoder(batch["next_obs"])
-        next_value = self.critic_target.qf(next_features, next_mean.tanh()).min(0).values
-        target = td_target(rewards, batch["masks"], next_value, self.args.gamma)
-        q_values = self.critic.qf(self.critic.encoder(batch["obs"]), batch["actions"])
-        return q_values - target, target
+        targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
+        q_values = self.critic(obs, batch["actions"])
+        mean, _ = self.policy(obs)
+        return {
+            "td_errors": q_values - targets,
+            "targets": targets,
+            "clone_errors": (mean.tanh() - batch["actions"]).square().sum(1),
+        }
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
-        """The action `noise` standard deviations from the mean.  (D,) -> (A,) in [-1,1]"""
-        features = self.critic.encoder(torch.from_numpy(obs)[None].to(self.raw_alpha.device))
-        mean, std = self.policy(features)
+        """The action `noise` standard deviations from the mean.  (F,) -> (C,) in [-1,1]"""
+        tensor = torch.from_numpy(obs)[None].to(self.raw_alpha.device)
+        mean, std = self.policy(self.normalizer(tensor))
         return (mean.cpu() + std.cpu() * noise)[0].tanh().numpy()
 
     def checkpoint(self) -> dict:
@@ -598,7 +603,7 @@ class WarmupAgent(nn.Module):
         """The agent of final_model.pth. Sizes and options come from the file."""
         checkpoint = read_checkpoint(path)
         model = checkpoint["model"]
-        mean, std = model["critic.encoder.mean"], model["critic.encoder.std"]
+        mean, std = model["normalizer.mean"], model["normalizer.std"]
         agent = cls(mean, std, model["action_scale"], device, Args(**checkpoint["args"]))
         agent.restore(checkpoint)
         return agent
@@ -641,8 +646,9 @@ class PrioritizedReplayBuffer:  # warm-up: replay
 
     def update_priorities(self, slots, td_errors):
         if len(slots):
-            errors = np.nan_to_num(np.abs(td_errors).astype(np.float64))
-            self.priorities[slots] = (errors + 1e-6) ** self.alpha
+            errors = np.abs(td_errors).astype(np.float64)
+            priorities = (errors + 1e-6) ** self.alpha
+            self.priorities[slots] = np.where(np.isfinite(errors), priorities, self.max_priority)
             self.max_priority = max(self.max_priority, float(self.priorities[slots].max()))
 
     def select_top_k(self, priorities, k):
@@ -673,7 +679,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
 
 
 def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
-    """What filter_offline_data sorts the rows by.  -> (N,)"""
+    """Values by which filter_offline_data sorts the rows.  -> (N,)"""
     rows = buffer.rows[: len(buffer)]
     if retention_by == "reward":
         return rows["rewards"]
@@ -681,14 +687,14 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
         return rows["quality"]
     priorities = []
     for start in range(0, len(rows), 4096):
-        errors, _ = agent.td_errors(to_tensors(rows[start : start + 4096], agent.raw_alpha.device))
-        priorities.append(errors.mean(0).abs().cpu().numpy())
+        batch = to_tensors(rows[start : start + 4096], agent.raw_alpha.device)
+        priorities.append(agent.judge(batch)["td_errors"].mean(0).abs().cpu().numpy())
     return np.concatenate(priorities)
 
 
 def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", agent=None):
-    """A new buffer of the rows with the highest values of retention_by, at least one. The memory of
-    the others is released. --retention-by is td_error by default; quality needs no agent."""
+    """A new buffer with this share of the rows, those with the highest values of `retention_by`. The
+    memory of the others is released. `agent` is needed for td_error, the default of --retention-by."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -696,9 +702,11 @@ def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", age
 
 
 def split_rows(batch_size, offline_ratio, num_offline, num_online):
-    """Rows from (offline, online). If the online buffer is short, offline rows fill the batch,
-    except if their share is 0."""
-    if num_offline == 0 or (offline_ratio == 0 and num_online > 0):
+    """How many rows of a batch come from (offline, online). An empty buffer gives none. Offline rows
+    replace online rows that do not exist yet, unless the offline share is 0."""
+    if num_online == 0:
+        return batch_size, 0
+    if num_offline == 0 or offline_ratio == 0:
         return 0, batch_size
     num_online_rows = min(batch_size - int(batch_size * offline_ratio), num_online)
     return batch_size - num_online_rows, num_online_rows
@@ -729,11 +737,11 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     rows = np.concatenate([offline_rb.rows[offline_slots], online_rb.rows[online_slots]])
     importance = np.concatenate([offline_importance, online_importance])
     if obs_noise:  # warm-up: overfitting
-        noise_std = obs_noise * agent.critic.encoder.std.cpu().numpy()
+        noise_std = obs_noise * agent.normalizer.std.cpu().numpy()
         for name in ("obs", "next_obs"):
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
-    # warm-up: weights; importance corrects the critics only. normalize_weights cancels the maximum.
+    # warm-up: weights; the actor fits no target, so importance does not correct its loss
     critic_weights = importance / importance.max()
     if args.weighted_loss != "none":
         critic_weights = critic_weights * rows["weights"]
@@ -748,9 +756,35 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     return batch, offline_slots, online_slots
 
 
+def train(
+    agent,
+    offline_rb,
+    online_rb,
+    progress,
+    offline_ratio,
+    beta,
+    obs_noise=0.0,
+    train_actor=True,
+    method="sac",
+):
+    """Draw a batch, update the agent, and give the drawn rows new priorities."""
+    batch, offline_slots, online_slots = sample_mixed(
+        agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
+    )
+    stats = agent.update(batch, train_actor, method)
+    td_errors = stats.pop("td_errors")  # (N,)
+    if agent.args.use_prioritized_replay:  # warm-up: replay
+        td_errors = td_errors.cpu().numpy()
+        offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
+        online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
+    progress.losses.append({f"losses/{name}": value for name, value in stats.items()})
+    offline_share = len(offline_slots) / agent.args.batch_size
+    progress.window.append({"buffer/offline_frac": offline_share})
+
+
 # --- rollout ---
-EVAL_SEED = 10_000  # of the first evaluation episode
-VIDEO_SEED = 10_006  # of the filmed one, where the pendulum hangs down
+EVAL_SEED = 10_000  # seed of the first evaluation episode
+VIDEO_SEED = 10_006  # seed of the filmed episode, in which the pendulum starts at the bottom
 
 
 def play_episode(env, act, seed):
@@ -776,18 +810,43 @@ def play_episode(env, act, seed):
     return transitions, has_succeeded(rewards, terminated, info)
 
 
-def explore(agent, obs, env_steps, rng) -> np.ndarray:
-    """A sample of the policy, or a random action if no warm-up has trained the policy"""
-    args = agent.args
+def explore(agent, obs, env_step, rng) -> np.ndarray:
+    """A sample of the policy. During the first steps of an untrained agent, a random action"""
     action_dim = len(agent.action_scale)
-    if args.warmup_steps == 0 and env_steps <= args.warmup_rollout_steps:
+    if agent.updates == 0 and env_step <= agent.args.warmup_rollout_steps:
         return rng.uniform(-1, 1, action_dim).astype(np.float32)
     return agent.act(obs, torch.from_numpy(rng.standard_normal(action_dim, np.float32)))
 
 
+def take_step(agent, env, obs, env_step):
+    """One environment step. Between two episodes `obs` is None, and the environment is reset.
+    -> row of online_rb, next obs or None, statistics of the episode if it ended"""
+    rng = random_numbers(agent.args.seed, "step", env_step)
+    if obs is None:
+        obs, _ = env.reset(seed=int(rng.integers(2**31)))
+    action = explore(agent, obs, env_step, rng)
+    next_obs, reward, terminated, truncated, info = env.step(action)
+    if not np.isfinite([reward, *next_obs]).all():
+        raise ValueError(f"{agent.args.env_id} gave a number that is not finite")
+    row = np.zeros(1, make_row_dtype(env))
+    row["obs"] = obs
+    row["next_obs"] = next_obs
+    row["actions"] = action
+    row["rewards"] = reward
+    row["masks"] = not terminated  # after a time limit the value continues
+    row["weights"] = 1.0
+    if not (terminated or truncated):
+        return row, next_obs, {}
+    episode = {
+        "charts/episodic_return": float(info["episode"]["r"]),
+        "charts/episodic_length": float(info["episode"]["l"]),
+    }
+    return row, None, episode
+
+
 # --- evaluate ---
 def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
-    """Mean action, the same episodes in every run"""
+    """Play the mean action in episodes with fixed seeds, which are the same in every run."""
     results = []
     for episode in range(num_episodes):
         transitions, success = play_episode(env, agent.act, EVAL_SEED + episode)
@@ -800,36 +859,48 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
     return mean_of_each(results)
 
 
-def heldout_error(agent, progress) -> float:  # warm-up: overfitting
-    """Squared TD error on held-out rows over the variance of the targets: the plain error is
-    smallest at the start, while all values are still 0. The best weights are kept."""
+def check_heldout(agent, progress) -> float:  # warm-up: overfitting
+    """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
+
+    A clone is judged by its actions. The critics are judged by their squared TD error over the
+    variance of the targets, because the error alone is smallest while all values are near 0."""
     device = agent.raw_alpha.device
     batch = {name: column.to(device) for name, column in progress.heldout.items()}
-    errors, targets = agent.td_errors(batch)
-    error = float(errors.square().mean() / targets.var().clamp(min=1e-8))
-    progress.heldout_errors.append(error)
-    if error == min(progress.heldout_errors):
-        progress.best_model = copy.deepcopy(agent.state_dict())
-    return error
+    judged = agent.judge(batch)
+    if agent.args.offline_objective == "bc":
+        error = (judged["clone_errors"] * batch["is_cloned"]).sum() / batch["is_cloned"].sum()
+    else:
+        error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
+    progress.heldout_errors.append(float(error))
+    if float(error) == min(progress.heldout_errors):
+        progress.best_agent = agent.checkpoint()
+    return float(error)
 
 
 def is_overfitting(heldout_errors, patience) -> bool:
-    """The least error is `patience` checks old."""
-    return len(heldout_errors) - 1 - heldout_errors.index(min(heldout_errors)) >= patience
+    """Whether the smallest error is `patience` checks old"""
+    best_check = heldout_errors.index(min(heldout_errors))
+    return len(heldout_errors) - 1 - best_check >= patience
 
 
 # --- main ---
 @dataclass
 class Progress:
-    """What changes while a run trains, besides the agent and the buffers"""
+    """What --resume needs besides the agent, the buffers and the logged rows"""
 
-    global_step: int = 0  # updates of the warm-up, then environment steps, too
+    warmup_updates: int = 0
+    is_online: bool = False  # the warm-up is over
+    env_steps: int = 0  # of online training
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     data_returns: dict = field(default_factory=dict)  # mean return of each source
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     heldout_errors: list[float] = field(default_factory=list)
-    best_model: dict | None = None  # weights at the least of these errors
+    best_agent: dict | None = None  # checkpoint at the smallest of these errors
+
+    @property
+    def global_step(self):
+        return self.warmup_updates + self.env_steps
 
 
 def main(args: Args) -> dict[str, float]:
@@ -845,168 +916,184 @@ def main(args: Args) -> dict[str, float]:
     progress = Progress()
     row_dtype = make_row_dtype(env)
     rows = np.zeros(0, row_dtype)
-    if not is_resumed:  # before there is a run folder: an unusable file leaves nothing behind
+    if not is_resumed:  # there is no run folder yet, so a bad data file leaves nothing behind
         check_paths(args)
         rows, heldout_rows, progress.data_returns = load_offline_data(args, env)
         progress.heldout = to_tensors(heldout_rows, "cpu")
     mean, std = obs_statistics(env.observation_space, rows["obs"])
     agent = WarmupAgent(mean, std, env.action_scale, device, args)
-    if args.learner and not is_resumed:
-        agent.restore(read_checkpoint(args.checkpoint_path))
-        progress.global_step = args.warmup_steps
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     online_rb = PrioritizedReplayBuffer(args.buffer_size, row_dtype, alpha)
     offline_rb = PrioritizedReplayBuffer(len(rows), row_dtype, alpha)
     offline_rb.extend(rows)
-    if args.warmup_steps == 0:
+    if args.learner and not is_resumed:
+        agent.restore(read_checkpoint(args.checkpoint_path))
+        progress.warmup_updates = agent.updates
+        progress.is_online = True
+    elif args.warmup_steps == 0:
         offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+        progress.is_online = True
 
     run = Run(args)
     signals = Signals()
     if is_resumed:
         progress, offline_rb = load_run(run, agent, online_rb)
-    total_steps = args.warmup_steps + args.online_steps
-    last_step = total_steps
-    if args.checkpoint_path and not args.learner:  # stage one
-        last_step = args.warmup_steps
+    last_env_step = 0 if args.ends_after_warmup() else args.online_steps
+    last_step = max(progress.warmup_updates, args.warmup_steps) + last_env_step
     if not run.rows:
         start = {"global_step": progress.global_step, "charts/env_steps": 0}
         run.log(start | evaluate_policy(agent, env, args.eval_episodes))
-    metrics = dict(run.rows[-1])
-    obs = None  # between episodes
-    is_eval_due = False
-    is_save_due = False
+    is_stopped = False
     bar = tqdm(total=last_step, initial=progress.global_step, disable=None, file=sys.stdout)
-    while progress.global_step < last_step:
-        # 1 online: one environment step
-        env_steps = progress.global_step + 1 - args.warmup_steps  # 0 or less: offline
-        is_online = env_steps > 0
-        if env_steps == 1 and args.capture_video:
-            write_video(run.dir / "policy_before.gif", agent, env)
-        if is_online:
-            rng = random_numbers(args.seed, "step", env_steps)
-            try:
-                if obs is None:
-                    obs, _ = env.reset(seed=int(rng.integers(2**31)))
-                action = explore(agent, obs, env_steps, rng)
-                next_obs, reward, terminated, truncated, info = env.step(action)
-                if not np.isfinite([reward, *next_obs]).all():
-                    raise ValueError(f"{args.env_id} gave a number that is not finite")
-            except BaseException:
-                save_run(run, agent, offline_rb, online_rb, progress)  # keep what was learned
-                raise
-            transition = np.zeros(1, row_dtype)
-            transition["obs"] = obs
-            transition["next_obs"] = next_obs
-            transition["actions"] = action
-            transition["rewards"] = reward
-            transition["masks"] = not terminated  # a time limit does not end the value
-            transition["weights"] = 1.0
-            online_rb.extend(transition)
-            obs = next_obs
-            if terminated or truncated:
-                obs = None
-                progress.window.append({"charts/episodic_return": float(info["episode"]["r"])})
-                progress.window.append({"charts/episodic_length": float(info["episode"]["l"])})
-        progress.global_step += 1
 
-        # 2 update: on offline rows, or online on a mixture whose offline share decays
-        num_updates = 1
-        offline_ratio = 1.0
-        obs_noise = args.obs_noise
-        method = args.offline_objective
-        if is_online:
-            num_updates = args.utd_ratio if env_steps > args.warmup_rollout_steps else 0
-            offline_ratio = offline_ratio_at(args, env_steps)
-            obs_noise = 0.0
-            method = "sac"
-        beta = priority_beta_schedule(progress.global_step / total_steps)
-        for i in range(num_updates):
-            batch, offline_slots, online_slots = sample_mixed(
-                agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
-            )
-            stats = agent.update(batch, train_actor=i == num_updates - 1, method=method)
-            td_errors = stats.pop("td_errors")  # (N,)
-            if args.use_prioritized_replay:  # warm-up: replay
-                td_errors = td_errors.cpu().numpy()
-                offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
-                online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
-            stats = {f"losses/{name}": value for name, value in stats.items()}
-            progress.losses.append(stats)
-            progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
+    # warm-up: updates on offline rows
+    check_every = max(1, args.warmup_steps // 20)
+    while not progress.is_online and not is_stopped:
+        # 1 update
+        progress.warmup_updates += 1
+        beta = priority_beta_schedule(
+            progress.warmup_updates / (args.warmup_steps + args.online_steps)
+        )
+        train(
+            agent,
+            offline_rb,
+            online_rb,
+            progress,
+            method=args.offline_objective,
+            offline_ratio=1.0,
+            beta=beta,
+            obs_noise=args.obs_noise,
+        )
 
-        # 3 the warm-up ends early or after warmup_steps: keep the best offline rows
+        # 2 the warm-up ends after warmup_steps or early: keep some of the offline rows
         row = {}
-        check_every = max(1, args.warmup_steps // 20)
-        if args.early_stop_patience and not is_online and progress.global_step % check_every == 0:
-            row["losses/heldout_error"] = heldout_error(agent, progress)
-            if is_overfitting(progress.heldout_errors, args.early_stop_patience):
-                tqdm.write(f"early stop of the warm-up after {progress.global_step} updates")
-                progress.global_step = args.warmup_steps
-        warmup_ends = progress.global_step == args.warmup_steps
-        if warmup_ends:
-            if progress.best_model:
-                agent.load_state_dict(progress.best_model)
+        is_over = progress.warmup_updates >= args.warmup_steps
+        if args.early_stop_patience and (is_over or progress.warmup_updates % check_every == 0):
+            row["losses/heldout_error"] = check_heldout(agent, progress)
+            if not is_over and is_overfitting(progress.heldout_errors, args.early_stop_patience):
+                tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
+                is_over = True
+        if is_over:
+            progress.is_online = True
+            if progress.best_agent:
+                agent.restore(progress.best_agent | {"updates": agent.updates})
+                progress.best_agent = None
             offline_rb = filter_offline_data(
                 offline_rb, args.retention_ratio, args.retention_by, agent
             )
 
-        # 4 evaluate between two episodes
-        is_last = progress.global_step == last_step
+        # 3 evaluate
+        if is_over or progress.warmup_updates % args.eval_every == 0:
+            row |= evaluate_policy(agent, env, args.eval_episodes)
+        if is_over:
+            print_switch(progress.data_returns, row["eval/episodic_return"])
+
+        # 4 log
+        if row or progress.global_step % args.log_interval == 0:
+            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+        bar.update()
+
+        # 5 save; the files of the first command before latest.pth, from which a resumed run goes on
+        if is_over and args.checkpoint_path:
+            write_transitions(args.demo_path, offline_rb.rows, env)
+            write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
+        if is_over or progress.global_step % args.save_every == 0 or signals.received:
+            save_run(run, agent, offline_rb, online_rb, progress)
+            is_stopped = signals.received and not (is_over and last_env_step == 0)
+
+    if progress.env_steps == 0 and last_env_step and args.capture_video and not is_stopped:
+        write_video(run.dir / "policy_before.gif", agent, env)
+
+    # online: environment steps, and updates on rows of both buffers
+    total_steps = progress.warmup_updates + args.online_steps
+    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
+    obs = None  # between two episodes
+    is_eval_due = False
+    is_save_due = False
+    while progress.env_steps < last_env_step and not is_stopped:
+        # 1 step the environment
+        env_step = progress.env_steps + 1
+        try:
+            transition, obs, episode = take_step(agent, env, obs, env_step)
+        except BaseException:
+            save_run(run, agent, offline_rb, online_rb, progress)  # keep what was learned
+            raise
+        progress.env_steps = env_step
+        online_rb.extend(transition)
+        for name, value in episode.items():
+            progress.window.append({name: value})
+
+        # 2 update, after the first warmup_rollout_steps
+        offline_ratio = offline_ratio_at(args, env_step)
+        beta = priority_beta_schedule(progress.global_step / total_steps)
+        num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
+        for i in range(num_updates):
+            train(
+                agent,
+                offline_rb,
+                online_rb,
+                progress,
+                train_actor=i == num_updates - 1,
+                offline_ratio=offline_ratio,
+                beta=beta,
+            )
+
+        # 3 evaluate between two episodes
+        row = {}
+        is_last = env_step == last_env_step
         is_between_episodes = is_last or obs is None
-        if warmup_ends or is_last or env_steps % args.eval_every == 0:
+        if is_last or env_step % args.eval_every == 0:
             is_eval_due = True
         if is_eval_due and is_between_episodes:
             is_eval_due = False
-            row |= evaluate_policy(agent, env, args.eval_episodes)
-        if warmup_ends:
-            print_switch(progress.data_returns, row["eval/episodic_return"])
+            row = evaluate_policy(agent, env, args.eval_episodes)
 
-        # 5 log
+        # 4 log
         if row or progress.global_step % args.log_interval == 0:
-            row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
-            row |= {
-                "charts/env_steps": max(0, env_steps),
-                "charts/updates": agent.updates,
-                "charts/SPS": progress.global_step / (time.time() - run.start_time),
-                "losses/skipped_steps": agent.skipped_steps.item(),
-                "buffer/online_size": len(online_rb),
-                "buffer/offline_size": len(offline_rb),
-            }
-            progress.losses = []
-            progress.window = []
-            run.log({"global_step": progress.global_step} | row)
-            metrics |= run.rows[-1]
-            status = status_line(metrics)
-            bar.set_postfix_str(status, refresh=False)
-            if bar.disable:  # the output is not a terminal: print lines instead of a bar
-                print(f"[{progress.global_step}/{last_step}] {status}", flush=True)
-        bar.update(progress.global_step - bar.n)
+            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+        bar.update()
 
-        # 6 save between two episodes; first the files of stage one, which --resume would not write
-        if warmup_ends and args.checkpoint_path:
-            write_transitions(args.demo_path, offline_rb.rows, env)
-            write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
-        if warmup_ends or progress.global_step % args.save_every == 0:
+        # 5 save between two episodes
+        if progress.global_step % args.save_every == 0:
             is_save_due = True
         if is_between_episodes and (is_save_due or is_last or signals.received):
             save_run(run, agent, offline_rb, online_rb, progress)
             is_save_due = False
-            if signals.received:
-                break
+            is_stopped = signals.received and not is_last
 
     bar.close()
     signals.release()
-    if progress.global_step < last_step:
+    if is_stopped:
         print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
     else:
         finish_run(args, run, agent, env)
     env.close()
-    return metrics
+    return run.rows[-1]
+
+
+def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
+    """Log `row` and the means since the last line. Show the newest numbers."""
+    steps_done = progress.global_step - run.rows[0]["global_step"]  # --learner begins above 0
+    row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
+    row |= {
+        "charts/env_steps": progress.env_steps,
+        "charts/updates": agent.updates,
+        "charts/SPS": steps_done / (time.time() - run.start_time),
+        "losses/skipped_steps": agent.skipped_steps.item(),
+        "buffer/online_size": len(online_rb),
+        "buffer/offline_size": len(offline_rb),
+    }
+    progress.losses = []
+    progress.window = []
+    run.log({"global_step": progress.global_step} | row)
+    status = status_line(run.rows)
+    bar.set_postfix_str(status, refresh=False)
+    if bar.disable:  # the output is not a terminal: print lines instead of a bar
+        print(f"[{progress.global_step}/{bar.total}] {status}", flush=True)
 
 
 def print_switch(data_returns, policy_return):
-    """Which is better and deserves trust online, the data or the policy (arXiv:2510.01460)?"""
+    """Compare the policy with the data: the better one deserves trust (arXiv:2510.01460)."""
     best = max(data_returns.values())
     better = "policy" if policy_return >= best else "data"
     comparison = f"return of the policy {policy_return:.1f}, of the best data {best:.1f}"
@@ -1025,14 +1112,15 @@ def mean_of_each(rows: list[dict]) -> dict[str, float]:
     return dict(zip(columns, torch.stack(means).tolist(), strict=True))
 
 
-def status_line(metrics: dict) -> str:
+def status_line(rows: list[dict]) -> str:
+    """The newest value of each of these metrics"""
+    names = "losses/critic_loss losses/actor_loss losses/alpha_loss losses/alpha"
+    names += " buffer/offline_frac eval/episodic_return"
     shown = []
-    for name in (
-        "losses/critic_loss", "losses/actor_loss", "losses/alpha_loss", "losses/alpha",
-        "buffer/offline_frac", "eval/episodic_return",
-    ):  # fmt: skip
-        if metrics.get(name) is not None:
-            shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
+    for name in names.split():
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            shown.append(f"{name.split('/')[1]} {values[-1]:.3g}")
     return " ".join(shown)
 
 
@@ -1077,8 +1165,9 @@ def make_gym_env(env_id):
     if isinstance(env.observation_space, gym.spaces.Dict):
         spaces = dict(env.observation_space)
     for key, space in spaces.items():
-        if max(space.shape, default=1) < math.prod(space.shape):  # (D,) and (1,D) are vectors
-            sys.exit(f"{env_id} observes {key} of shape {space.shape}: expected a vector")
+        # (F,) and (1,F) are vectors. A Dict in a Dict has no shape.
+        if space.shape is None or max(space.shape, default=1) < math.prod(space.shape):
+            sys.exit(f"{env_id} observes {key} as {space}: expected a vector")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
     env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -1109,7 +1198,7 @@ def obs_statistics(space, obs):
     high = np.where(is_bounded, space.high, 1.0)
     half_range = (high - low) / 2
     if len(obs) == 0:
-        return (high + low) / 2, half_range
+        return (high + low) / 2, np.where(half_range > 0, half_range, 1.0)
     # One demo may never leave the top of the swing: a spread near 0 would blow up other states.
     std = np.maximum(obs.std(0), 0.3 * half_range * is_bounded)
     return obs.mean(0), np.where(std < 1e-6, 1.0, std)
@@ -1317,22 +1406,35 @@ def load_offline_data(args, env):
     for source, source_episodes in episodes.items():
         returns = [episode["rewards"].sum() for episode in source_episodes]
         mean_returns[source] = float(np.mean(returns))
-        if not args.learner:  # which reads single rows
+        if not args.learner:  # the rows that a warm-up kept are not whole episodes
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
-    training = sum(episodes.values(), [np.zeros(0, make_row_dtype(env))])
-    heldout = [np.zeros(0, make_row_dtype(env))]
+    no_rows = np.zeros(0, make_row_dtype(env))
+    training = sum(episodes.values(), [no_rows])
+    heldout = [no_rows]
     if args.early_stop_patience and args.warmup_steps and not args.learner:
-        heldout += training[10::10]  # warm-up: overfitting
-        del training[10::10]
-        if len(heldout) == 1:
-            sys.exit("--early-stop-patience needs ten episodes or more")
-    rows = np.concatenate(training)
-    if not args.learner:  # stage one has marked them
-        mark_cloned_rows(rows)
-    return rows, np.concatenate(heldout), mean_returns
+        training, heldout = hold_out(training, args.offline_objective == "bc")
+    return np.concatenate(training), np.concatenate(heldout), mean_returns
 
 
-def rate_episodes(args, episodes: dict):
+def hold_out(episodes, is_clone):  # warm-up: overfitting
+    """Every tenth episode judges the warm-up. A clone is judged on episodes that it would imitate.
+    -> training episodes, held-out episodes"""
+    training = []
+    heldout = []
+    num_candidates = 0
+    for episode in episodes:
+        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
+        num_candidates += is_candidate
+        if is_candidate and num_candidates % 10 == 0:
+            heldout.append(episode)
+        else:
+            training.append(episode)
+    if not heldout:
+        sys.exit("--early-stop-patience needs ten episodes or more, with bc ten that are cloned")
+    return training, heldout
+
+
+def rate_episodes(args, episodes: dict[str, list]):
     """Fill the columns of RATINGS where the data file has none."""
     source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
     every_episode = sum(episodes.values(), [])
@@ -1344,22 +1446,22 @@ def rate_episodes(args, episodes: dict):
             quality = compute_data_quality(episode, return_range, max_length)
             success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
             bonus = args.success_weight_bonus if success else 1.0
-            ratings = {
-                # warm-up: weights; a quality of 0.5 is neutral
-                "weights": source_weights[source] * (0.5 + quality) * bonus,
-                "quality": quality,
-                "returns": return_to_go(episode["rewards"], args.gamma),
-                "is_cloned": float(source == "demos"),
-            }
-            for name, rating in ratings.items():
-                episode[name] = np.where(np.isnan(episode[name]), rating, episode[name])
+            # warm-up: weights; a quality of 0.5 is neutral
+            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
+            fill_in(episode, "quality", quality)
+            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
+    bar = 0.0
+    if every_episode:
+        bar = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
+    for source, source_episodes in episodes.items():
+        for episode in source_episodes:
+            is_good = episode["quality"] >= bar
+            fill_in(episode, "is_cloned", source == "demos" if "demos" in episodes else is_good)
 
 
-def mark_cloned_rows(rows):
-    """Cloning imitates the demonstrations. Without any, it imitates the best quarter of the rows,
-    by the quality of their episodes."""
-    if len(rows) and not rows["is_cloned"].any():
-        rows["is_cloned"] = rows["quality"] >= np.quantile(rows["quality"], 0.75)
+def fill_in(episode, column, values):
+    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
 
 
 def write_transitions(path, rows, env):
@@ -1509,20 +1611,18 @@ class FirstOptions:
 
 
 def default_options(env_id=BUILT_IN, preset="design") -> dict:
-    options = {"env_id": env_id}
+    """Where the defaults of the command line differ from those of Args"""
+    options = {"env_id": env_id, "preset": preset}
     if env_id == BUILT_IN:
         options |= PENDULUM
-    return options | preset_options(env_id, preset)
-
-
-def preset_options(env_id, preset) -> dict:
-    options = PRESETS[preset] | {"preset": preset}
+    options |= PRESETS[preset]
     if env_id == BUILT_IN and preset == "wsrl":
         options |= PENDULUM_WSRL
     return options
 
 
-STAGE_TWO = dict(  # stage two takes these options from the command line only
+STAGE_TWO = dict(  # --learner takes these options from the command line only
+    learner=False,
     run_dir=None,
     resume=False,
     checkpoint_path=None,
@@ -1533,26 +1633,34 @@ STAGE_TWO = dict(  # stage two takes these options from the command line only
 )
 
 
-def parse_args() -> Args:
-    """The defaults: with --resume those of the run, with --learner those of the warm-up."""
-    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "") / "args.json"
-    options = default_options(typed.env_id)
+def saved_options(typed: FirstOptions) -> dict:
+    """Options of the run that --resume continues, or of the warm-up that --learner continues"""
+    path = Path(typed.run_dir or "", "args.json")
     saved = {}
-    if typed.resume and path.exists():
+    if typed.resume and typed.run_dir and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
     elif typed.learner and typed.checkpoint_path:
         saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
-    options |= {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    if typed.preset in PRESETS:
-        options |= preset_options(options["env_id"], typed.preset)
+    return {name: saved[name] for name in vars(Args()) if name in saved}
+
+
+def parse_args() -> Args:
+    """The defaults are those of the task and the preset, or else the options that were saved."""
+    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    preset = typed.preset if typed.preset in PRESETS else "design"  # tyro reports a wrong one below
+    saved = saved_options(typed)
+    options = saved or default_options(typed.env_id, preset)
+    if saved and typed.preset not in (None, saved["preset"]):
+        fresh = vars(Args()) | default_options(saved["env_id"], preset)
+        set_by_presets = {"preset"}.union(*PRESETS.values())
+        options = saved | {name: fresh[name] for name in set_by_presets}
     print(f"defaults: {options}")
     defaults = Args()
-    for name, value in options.items():  # not checked yet: what is typed may repair them
+    for name, value in options.items():  # not checked, because a typed option may replace a bad one
         setattr(defaults, name, value)
     args = tyro.cli(Args, description=__doc__, default=defaults)
-    for name, value in options.items():
-        if saved and name != "resume" and getattr(args, name) != value:
+    for name, value in saved.items():
+        if name not in STAGE_TWO and getattr(args, name) != value:
             print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
 
@@ -1588,9 +1696,10 @@ def load_run(run, agent, online_rb):
     lines = [json.dumps(row) + "\n" for row in run.rows]
     (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     progress = Progress(**state["progress"])
-    for losses in progress.losses:
-        for name in losses:
-            losses[name] = losses[name].to(agent.raw_alpha.device)
+    device = agent.raw_alpha.device
+    progress.losses = [
+        {name: value.to(device) for name, value in losses.items()} for losses in progress.losses
+    ]
     print(f"resuming after step {progress.global_step}")
     return progress, offline_rb
 

@@ -150,6 +150,15 @@ def test_an_error_that_is_not_finite_leaves_a_buffer_that_can_be_drawn_from():
     assert np.isfinite(weights).all() and set(slots) <= {0, 1, 2, 3}
 
 
+def test_an_infinite_error_does_not_take_all_draws_of_later_rows():
+    rb = PrioritizedReplayBuffer(8, DTYPE, 0.6)
+    rb.extend(rows(4))
+    rb.update_priorities(np.arange(4), np.array([np.inf, 1.0, 1.0, 1.0]))
+    rb.extend(rows(4))
+    assert rb.max_priority == pytest.approx(1, abs=1e-5)
+    assert rb.priorities[:4] == pytest.approx([rb.max_priority] * 4, abs=1e-5)  # it is not known
+
+
 def test_rewards_and_returns_are_scaled_when_they_are_drawn():
     rb, nothing = buffer(4, rewards=2.0, returns=-3.0), PrioritizedReplayBuffer(9, DTYPE, 0.6)
     batch, _, _ = sample_mixed(make_agent(reward_scale=0.1), rb, nothing, 1.0, 0.4)

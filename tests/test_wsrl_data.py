@@ -21,6 +21,7 @@ from wsrl_warmup import (
     make_gym_env,
     make_row_dtype,
     make_source,
+    obs_statistics,
     read_source,
     return_to_go,
     split_episodes,
@@ -191,6 +192,24 @@ def test_an_environment_with_images_is_refused_by_name(shape):
         make_gym_env("Camera-v0")
 
 
+def test_nested_observations_are_refused_by_name():
+    class Nested(gym.Env):
+        box = gym.spaces.Box(-1, 1, (2,))
+        observation_space = gym.spaces.Dict(robot=gym.spaces.Dict(arm=box))
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+    gym.register("Nested-v0", Nested)
+    with pytest.raises(SystemExit, match="robot"):
+        make_gym_env("Nested-v0")
+
+
+def test_a_constant_observation_has_a_spread_of_one():
+    """Without data the bounds of the space are the statistics. Here low is high in one of them."""
+    space = gym.spaces.Box(np.float32([-2, 1]), np.float32([2, 1]))
+    mean, std = obs_statistics(space, np.zeros((0, 2)))
+    assert mean.tolist() == [0, 1] and std.tolist() == [2, 1]
+
+
 @pytest.mark.parametrize(
     "space",
     [
@@ -321,6 +340,10 @@ def test_every_tenth_episode_is_held_out(monkeypatch):
     assert (len(rows), len(heldout)) == (7200, 800)
     starts = {tuple(row["obs"]) for row in rows}
     assert not any(tuple(row["obs"]) in starts for row in heldout)
+    args.offline_objective = "bc"  # which imitates ten of the forty episodes
+    rows, heldout, _ = load_offline_data(args, ENV)
+    assert (len(rows), len(heldout)) == (7800, 200)
+    assert (heldout["is_cloned"] == 1).all() and rows["is_cloned"].sum() == 1800
 
 
 def test_early_stopping_needs_episodes_to_hold_out(tmp_path):

@@ -70,8 +70,8 @@ def test_weighted_td_loss_of_a_real_update():
     cases = ((weights, 3.5), (normalize_weights(weights), 3.0), (torch.ones(N), 14 / 3))
     for given, expected in cases:
         agent = make_agent(num_critics=2)
-        agent.critic.qf.layers[-1].weight.data.zero_()
-        agent.critic.qf.layers[-1].bias.data.zero_()  # Q = 0, so the error is -r
+        agent.critic.layers[-1].weight.data.zero_()
+        agent.critic.layers[-1].bias.data.zero_()  # Q = 0, so the error is -r
         batch = make_batch() | {"masks": torch.zeros(N), "weights": given, "rewards": -td}
         stats = agent.update(batch)
         assert stats["critic_loss"].item() == pytest.approx(expected)
@@ -109,14 +109,14 @@ def slow_cql(agent, batch, returns=None):
         squashed = torch.distributions.TransformedDistribution(normal, bounds)
         logs.append(squashed.log_prob(2 * sampled.double()).sum(-1))
     uniform, total = 2 * -1.386294, 0.0  # of two dims of +-2
-    data = agent.critic.qf(batch["obs"], batch["actions"])
+    data = agent.critic(batch["obs"], batch["actions"])
     for n in range(N):
         for e in range(len(data)):
             terms = []
             for source in range(3):
                 for j in range(count):
                     chosen = actions[source][j, n][None]
-                    q = agent.critic.qf(batch["obs"][n : n + 1], chosen)[e, 0].item()
+                    q = agent.critic(batch["obs"][n : n + 1], chosen)[e, 0].item()
                     q = max(q, returns[n].item()) if returns is not None and source else q
                     terms.append(q - (uniform if source == 0 else logs[source - 1][j, n].item()))
             total += math.log(sum(math.exp(term) for term in terms)) - data[e, n].item()
@@ -130,7 +130,7 @@ def test_the_conservative_term_against_a_slow_one(method):
     with torch.no_grad():
         expected = slow_cql(agent, batch, batch["returns"] if method == "calql" else None)
         torch.manual_seed(5)
-        q_values = agent.critic.qf(batch["obs"], batch["actions"])
+        q_values = agent.critic(batch["obs"], batch["actions"])
         gap = agent.conservative_term(batch, batch["obs"], batch["next_obs"], q_values, method)
     assert gap.item() == pytest.approx(expected, abs=1e-4)
 
@@ -245,9 +245,9 @@ def test_cloning_judges_the_mean_action():
     """No loss of cloning trains the deviation, so the critics must not learn the value of its samples."""
     agent, batch = make_agent(num_critics=1), make_batch()
     next_mean, _ = agent.policy(batch["next_obs"])
-    next_value = agent.critic_target.qf(batch["next_obs"], next_mean.tanh())[0]
+    next_value = agent.critic_target(batch["next_obs"], next_mean.tanh())[0]
     target = batch["rewards"] + 0.97 * next_value
-    error = agent.critic.qf(batch["obs"], batch["actions"])[0] - target
+    error = agent.critic(batch["obs"], batch["actions"])[0] - target
     found = agent.update(batch, method="bc")["td_errors"]
     assert torch.allclose(found, error.detach(), atol=1e-6)
     sampled = make_agent(num_critics=1).update(batch)["td_errors"]
