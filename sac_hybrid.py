@@ -10,29 +10,39 @@
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
     learner, for each transition that arrives:                                (main)
-        store it in online_rb; a transition by the human also in demo_rb
+        store it in online_rb; a transition by the human also in demo_rb      (store)
         `utd` times: draw a batch, a share `demo_ratio` of it from demo_rb    (sample_batch)
             1 critics, 2 actor and temperature, 3 target networks             (agent.update)
         publish a copy of the weights to the actor
 
-The arm is controlled by SAC, the gripper (close, stay, open) by double DQN on the same encoder. In
-the built-in environment an arm lifts a bar that only a camera shows. Its scripted human is slow,
-trembles and makes mistakes. Imitation succeeds less often than this human. Reinforcement learning
-succeeds as often, and in half as many steps (docs/sac_hybrid.md has the measurements).
+SAC moves the arm. Double DQN on the same encoder chooses the command of the gripper: close, stay or
+open. In the built-in environment an arm lifts a bar that only a camera shows. Its scripted human
+trembles, makes mistakes, and moves at half the speed that is possible. Imitation succeeds less
+often than this human. Reinforcement learning succeeds as often, and it needs half as many steps for
+an episode (docs/sac_hybrid.md has the measurements).
+
+wsrl_warmup.py has the same SAC. These parts are added here, each with its marker:
+    hybrid: images   - an encoder for cameras and vectors, random shifts of the images
+    hybrid: grasp    - the critic of the gripper
+    hybrid: cloning  - a loss that clones the motion of the arm from demonstrations (--bc-weight)
 
 What differs from HIL-SERL:
 - There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
-- The critics share the scale and bias of LayerNorm.
-- The lines marked `hybrid: bc` clone the motion of the arm, not the gripper, from demonstrations.
-  --bc-weight 0 turns them off. The lines marked `hybrid: grasp` belong to the gripper.
-- The built-in human takes over at a random step. A real one takes over when the policy errs.
+- Actor and learner take turns (--utd). HIL-SERL lets both run freely, which is --utd 0 here.
+- A time limit does not end the value of a state. The best policy of several evaluations is kept.
+- The critics share the scale and bias of LayerNorm. HIL-SERL has no loss that clones.
+- The built-in human takes over at a random step, until the end of the episode. A real human takes
+  over when the policy is about to fail.
+What differs from SAC (arXiv:1812.05905): the actor follows the mean of the critics instead of the
+minimum, the target of the critics has no entropy bonus, and the target entropy is half as large.
 
-Shapes: N rows, A action dims, C continuous ones, G grasps, E critics, F features.
+Shapes: N rows, D features, C continuous action dims, A with grippers, G grasps, E critics.
+A transition is stored as a numpy record. A grasp is the number of a command to all grippers.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
-    python sac_hybrid.py --algorithm bc        # imitate the same human instead (HG-DAgger)
+    python sac_hybrid.py --algorithm bc        # imitate this human instead (HG-DAgger)
     python sac_hybrid.py --env-id my_env.py:MyEnv --demo-paths demo.pkl --image-keys image pose
     torchrun --nproc-per-node 3 sac_hybrid.py  # rank 0 learns, ranks 1 and 2 act
 """
@@ -53,6 +63,7 @@ import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -68,7 +79,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 BUILT_IN = "BarWorld-v0"
-SETUP_MODES = {  # arms, grippers to learn
+SETUP_MODES = {  # number of arms, number of grippers that the policy controls
     "single-arm-fixed-gripper": (1, 0),
     "single-arm-learned-gripper": (1, 1),
     "dual-arm-fixed-gripper": (2, 0),
@@ -95,15 +106,17 @@ BAR_WORLD = dict(  # the command line takes these defaults for the built-in envi
     eval_episodes=50,
     report_episodes=100,
 )
+OWN_CLASS = dict(eval_episodes=0, report_episodes=0)  # defaults for a file: it may move a real arm
 QUICK_TEST = dict(
     test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
 )
-GRASP_PENALTY = -0.02  # reward of the gripper's critic for each time a gripper opens or closes
+GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a gripper opens or closes
 
 
 # --- args ---
 @dataclass
 class Args:
+    # BAR_WORLD replaces some of these defaults for the built-in environment, OWN_CLASS for a file.
     # run
     seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -113,23 +126,23 @@ class Args:
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
-    eval_episodes: int = 10  # of an evaluation; the best policy is kept (0: keep the last policy)
-    report_episodes: int = 50  # other episodes, which judge the final model (0: none)
-    capture_video: bool = True  # write policy.gif: the first of the episodes that judge the model
+    eval_episodes: int = 10  # of an evaluation; it selects final_model (0: keep the last policy)
+    report_episodes: int = 50  # of the last test, with other seeds (0: no test)
+    capture_video: bool = True  # write policy.gif with the first episodes of this test
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     create_data: bool = False  # only write test_data/success_demo.pkl and failure_demo.pkl
-    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: train on test_data
+    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: with test_data
     # task
-    env_id: str = BUILT_IN  # this one, a Gymnasium id, or file.py:Class(image_keys, action_dim)
+    env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
     image_keys: list[str] = field(default_factory=list)  # observations the policy sees (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     failure_paths: list[str] = field(default_factory=list)  # failures, used as online experience
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no demo_paths
-    intervention_steps: int = 0  # its interventions become rarer, linearly to 0 at this step
+    intervention_steps: int = 0  # interventions of this human become rarer, and end at this step
     timeout_terminal: bool = False  # after a time limit, do not bootstrap from the next state
     # model
     hidden_size: int = 256  # width of actor and critics
@@ -137,15 +150,15 @@ class Args:
     # rollout
     max_steps: int = 100_000  # environment steps
     training_starts: int = 1_000  # steps before the first update
-    random_steps: int = 1_000  # first steps, with uniformly random actions
-    utd: float = 1.0  # updates per environment step
-    max_lead: int = 0  # steps an actor may be ahead of the learner (0 with one actor: reproducible)
+    random_steps: int = 1_000  # random actions in so many first steps
+    utd: float = 1.0  # updates per environment step (0: act and learn at their own speeds)
+    publish_every: int = 1  # updates between two copies of the weights for the actors
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     augment_pad: int = 4  # shift images randomly by up to this many pixels
     # SAC
-    algorithm: Literal["sac", "bc"] = "sac"  # bc: only imitate the demonstrations (baseline)
+    algorithm: Literal["sac", "bc"] = "sac"  # bc: only imitate the human (a baseline)
     gamma: float = 0.97  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
     cta_ratio: int = 2  # critic updates per actor update, each on its own batch
@@ -156,25 +169,29 @@ class Args:
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     demo_ratio: float = 0.5  # share of demonstrations in a batch
-    buffer_size: int = 200_000  # frames in each buffer: one per transition, one more per episode
+    buffer_size: int = 200_000  # frames in a buffer; n transitions of an episode have n + 1
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"{name} must be at least 0, and finite")
-        positive = "num_threads save_every eval_every log_interval hidden_size max_steps utd"
-        positive += " batch_size lr cta_ratio num_critics num_sampled_critics init_alpha"
-        for name in positive.split():
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+        for name in (
+            "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
+            "publish_every", "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
+            "init_alpha",
+        ):  # fmt: skip
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} must not be 0")
+                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
         for name in ("gamma", "tau", "demo_ratio"):
             if getattr(self, name) > 1:
-                raise ValueError(f"{name} must be at most 1")
+                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
         if self.num_sampled_critics > self.num_critics:
             raise ValueError("--num-sampled-critics must be at most --num-critics")
         if self.buffer_size < 2:
-            raise ValueError("--buffer-size must be at least 2: a transition has two frames")
+            raise ValueError(
+                "--buffer-size must be at least 2, because a transition has two frames"
+            )
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
             raise ValueError("only the built-in environment has a scripted human and test data")
@@ -185,8 +202,8 @@ class Args:
 
 
 # --- networks ---
-class ActionLayout:
-    """Which dims of an action are continuous and which are grippers.
+class ActionLayout:  # hybrid: grasp
+    """The dims of an action that are continuous, and those that are grippers.
 
     A gripper closes at -1, stays at 0 and opens at 1.
     """
@@ -200,15 +217,15 @@ class ActionLayout:
         self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
 
     def grasp_index(self, commands):
-        """Read the commands as digits of base 3. A human's 0.95 is rounded to 1, which opens.
-        (N,grippers) -> (N,)"""
+        """Number the joint commands from 0 (all close) to grasp_dim - 1 (all open). A command of
+        0.95 is rounded to 1.  (N,grippers) -> (N,)"""
         index = 0
         for command in torch.as_tensor(commands).unbind(-1):
             index = index * 3 + command.round().clamp(-1, 1).long() + 1
         return index
 
     def grasp_commands(self, index):
-        """The inverse, for one index.  -> (grippers,)"""
+        """The commands of one such number.  -> (grippers,)"""
         digits = torch.tensor([index // 3, index % 3])[-self.num_grippers :]
         return digits - 1.0
 
@@ -236,13 +253,13 @@ class EnsembleLinear(nn.Module):
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # one column is slow as a matrix product
+        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+    """E critics as one network of batched products.  (N,D), (N,C) -> (E,N)
 
     Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
     """
@@ -260,8 +277,8 @@ def embedding(in_dim, out_dim):
     return nn.Sequential(nn.Linear(in_dim, out_dim), nn.LayerNorm(out_dim), nn.Tanh())
 
 
-class ImageEncoder(nn.Module):
-    """Convolutions down to 16 rows of pixels, then the positions of 16 features in the image
+class ImageEncoder(nn.Module):  # hybrid: images
+    """Convolutions until an image has at most 16 rows, then the positions of 16 features in it
     (spatial softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
 
     def __init__(self, image_shape):
@@ -282,12 +299,15 @@ class ImageEncoder(nn.Module):
         _, _, height, width = x.shape
         rows = torch.linspace(-1, 1, height, device=x.device)
         columns = torch.linspace(-1, 1, width, device=x.device)
-        points = torch.cat([weights.sum(3) @ rows, weights.sum(2) @ columns], 1)  # (N,32)
-        return torch.cat([points, self.embed(points)], 1)  # positions are features, too
+        mean_row = weights.sum(3) @ rows  # (N,16)
+        mean_column = weights.sum(2) @ columns  # (N,16)
+        points = torch.cat([mean_row, mean_column], 1)  # (N,32)
+        return torch.cat([points, self.embed(points)], 1)
 
 
-class Encoder(nn.Module):
-    """All cameras and vectors side by side.  (N,H,W,channels) uint8, (N,D) float32 -> (N,F)"""
+class Encoder(nn.Module):  # hybrid: images
+    """The features of all cameras and vectors, concatenated.
+    (N,H,W,channels) uint8 and (N,n) float32 -> (N,D)"""
 
     def __init__(self, obs_shapes: dict[str, tuple]):
         super().__init__()
@@ -299,7 +319,7 @@ class Encoder(nn.Module):
             image_shapes = [obs_shapes[key] for key in self.image_keys]
             if len({channels for *_, channels in image_shapes}) > 1:
                 raise ValueError(f"cameras differ in their number of channels: {image_shapes}")
-            self.image = ImageEncoder(max(image_shapes))  # the one with the most rows of pixels
+            self.image = ImageEncoder(max(image_shapes))  # the image with the most rows
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -342,7 +362,8 @@ def grasp_target(rewards, grasp_penalty, masks, next_q, next_q_target, gamma):
 
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """One step of each optimizer.  -> 1 if a gradient was not finite and nothing changed, else 0"""
+    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -350,10 +371,10 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     loss.backward(inputs=parameters)  # the actor's loss leaves no gradient in the critics
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_bad = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_bad.device.type == "mps" and is_bad:  # its fused Adam ignores found_inf
+    if is_bad.device.type == "mps" and is_bad:  # fused Adam ignores found_inf on this device
         return is_bad
     for optimizer in optimizers:
-        optimizer.found_inf = is_bad  # fused Adam skips the step without waiting for the device
+        optimizer.found_inf = is_bad  # 1 makes fused Adam skip the step, as GradScaler does
         optimizer.step()
     return is_bad
 
@@ -377,32 +398,32 @@ class SACHybridAgent(nn.Module):
         obs_shapes: dict[str, tuple] | None = None,
     ):
         super().__init__()
-        num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]
+        num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]  # hybrid: grasp
         self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
-        # HIL-SERL takes minus half of the number of action dims, grippers included.
+        # Minus half of the number of action dims with grippers, as in HIL-SERL
         self.target_entropy = -0.5 * self.layout.action_dim
         obs_shapes = obs_shapes or dict.fromkeys(image_keys, (32, 32, 3))
         self.make_networks(args or Args(), obs_shapes, device)
 
     def make_networks(self, args, obs_shapes, device):
-        """New weights and optimizers"""
+        """Make new weights and optimizers. `load` calls it again with the sizes of the file."""
         torch.manual_seed(args.seed)
         self.args = args
         self.obs_shapes = obs_shapes
-        num_continuous = len(self.layout.continuous)
+        action_dim = len(self.layout.continuous)
         encoder = Encoder(obs_shapes)
-        self.critic = nn.ModuleDict()
-        self.critic["encoder"] = encoder  # the actor's loss of SAC does not train it
-        self.critic["qf"] = QEnsemble(
-            args.num_critics, encoder.dim + num_continuous, args.hidden_size, args.layer_norm
+        self.critic = nn.Module()
+        self.critic.encoder = encoder  # the actor uses it, too, but only the critics train it
+        self.critic.qf = QEnsemble(
+            args.num_critics, encoder.dim + action_dim, args.hidden_size, args.layer_norm
         )
         if self.layout.num_grippers:  # hybrid: grasp
-            self.critic["discrete_qf"] = mlp(
+            self.critic.discrete_qf = mlp(
                 encoder.dim, self.layout.grasp_dim, args.hidden_size, args.layer_norm
             )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
-        self.actor = mlp(encoder.dim, 2 * num_continuous, args.hidden_size, args.layer_norm)
-        # the inverse of the softplus in `alpha`
+        self.actor = mlp(encoder.dim, 2 * action_dim, args.hidden_size, args.layer_norm)
+        # `alpha` takes the softplus of this parameter, and here is its inverse.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -419,14 +440,14 @@ class SACHybridAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
     def policy(self, features):
-        """Mean and standard deviation before the tanh.  (N,F) -> 2 x (N,C)"""
+        """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
         # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
-        torch.default_generator.manual_seed(args.seed * 1_000_003 + self.updates)
+        torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
         # 1 critics
@@ -465,21 +486,21 @@ class SACHybridAgent(nn.Module):
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
         # 2 actor and temperature
-        # The features were computed before the critics' step. They are one small step old, and
-        # this saves a second pass through the encoder.
+        # The features are those from before the critics' step: a second pass would cost more than
+        # one step changes.
         actor_losses = {}
         if train_actor:
             features = features.detach()
             alpha = self.alpha()
             mean, std = self.policy(features)
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # SAC takes the minimum of the critics. RLPD and HIL-SERL take their mean.
+            # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
             objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             actor_losses["actor_loss"] = -objective.mean()
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
-            if args.bc_weight:  # hybrid: bc
+            if args.bc_weight:  # hybrid: cloning
                 distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
                 num_demo_rows = batch["is_demo"].sum().clamp(min=1)
                 bc_loss = (distance * batch["is_demo"]).sum() / num_demo_rows
@@ -495,9 +516,9 @@ class SACHybridAgent(nn.Module):
         stats |= {"q_values": q_values.mean(), "alpha": self.alpha()}
         return {name: value.detach() for name, value in stats.items()}
 
-    def update_bc(self, batch: dict) -> dict:
-        """--algorithm bc regresses the motion of the arm and classifies the gripper command. This
-        loss also trains the encoder, and it does not train the standard deviation."""
+    def update_bc(self, batch: dict) -> dict:  # hybrid: cloning
+        """Imitate: regress the motion of the arm and classify the gripper command. These losses
+        also train the encoder. They do not train the standard deviation of the policy."""
         self.updates += 1
         features = self.critic.encoder(batch["obs"])
         mean, _ = self.policy(features)
@@ -513,7 +534,8 @@ class SACHybridAgent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: dict[str, np.ndarray], noise=0.0) -> np.ndarray:
-        """The arm `noise` standard deviations from the mean, and the best grasp.  -> (A,)"""
+        """The arm moves by tanh(mean + noise * std). The grippers get the best grasp.
+        -> (A,) in [-1,1]"""
         if obs.keys() != self.obs_shapes.keys():
             raise ValueError(f"found observations {[*obs]}: expected {[*self.obs_shapes]}")
         tensors = {}
@@ -530,14 +552,15 @@ class SACHybridAgent(nn.Module):
         return action.numpy()
 
     def acting_parameters(self):
-        """What `act` needs, and what the learner publishes"""
+        """The parameters that `act` needs"""
         parameters = [*self.actor.parameters(), *self.critic.encoder.parameters()]
-        if self.layout.num_grippers:
+        if self.layout.num_grippers:  # hybrid: grasp
             parameters += self.critic.discrete_qf.parameters()
         return parameters
 
     def acting_weights(self):
-        return nn.utils.parameters_to_vector(self.acting_parameters()).detach().cpu()  # a copy
+        """A copy of these parameters on the CPU, as one vector"""
+        return nn.utils.parameters_to_vector(self.acting_parameters()).detach().cpu()
 
     def checkpoint(self) -> dict:
         state = dict(
@@ -550,24 +573,27 @@ class SACHybridAgent(nn.Module):
         )
         return copy.deepcopy(state)
 
-    def load(self, checkpoint, args=None):
-        """Load final_model.pth, given as a path or as a loaded dict. The sizes come from the file,
-        and so do the options, unless `args` are given."""
-        if not isinstance(checkpoint, dict):
-            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        args = args or Args(**checkpoint["args"])
-        self.make_networks(args, checkpoint["obs_shapes"], self.raw_alpha.device)
+    def restore(self, checkpoint):
+        """Take over weights, optimizers and counters. The options stay as they are."""
         self.load_state_dict(checkpoint["model"])
         for name in ("critic_optimizer", "actor_optimizer"):
             optimizer = getattr(self, name)
             optimizer.load_state_dict(checkpoint[name])
-            optimizer.param_groups[0]["lr"] = args.lr
+            optimizer.param_groups[0]["lr"] = self.args.lr
         self.updates = checkpoint["updates"]
+
+    def load(self, checkpoint):
+        """Load final_model.pth, given as a path or as a loaded dict, with its options and sizes."""
+        if not isinstance(checkpoint, dict):
+            checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        args = Args(**checkpoint["args"])
+        self.make_networks(args, checkpoint["obs_shapes"], self.raw_alpha.device)
+        self.restore(checkpoint)
 
 
 # --- buffer ---
 # A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
-RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode up to this step
+RESULTS = ("success_rate", "episodic_return", "episodic_length")  # from the start of the episode
 SCALARS = (
     "rewards",
     "masks",  # 0 where the episode terminated
@@ -575,13 +601,16 @@ SCALARS = (
     "grasp_penalty",
     "interventions",  # 1 if a human replaced the action
     "takeovers",  # 1 on the first of such steps
-    "ranks",  # of the process that acted
+    "demos",  # 1 if a demonstration file has it
+    "ranks",  # the number of the process that acted
     *RESULTS,
 )
 
 
-def make_record_dtype(obs: dict[str, np.ndarray], action_dim) -> np.dtype:
-    frame = [(key, value.dtype, value.shape) for key, value in obs.items()]
+def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
+    frame = []
+    for key, shape in obs_shapes.items():
+        frame.append((key, np.uint8 if len(shape) == 3 else np.float32, shape))
     columns = [("obs", frame), ("next_obs", frame), ("actions", np.float32, (action_dim,))]
     return np.dtype(columns + [(name, np.float32) for name in SCALARS])
 
@@ -589,35 +618,30 @@ def make_record_dtype(obs: dict[str, np.ndarray], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frames are numbered in the order they are written, and frame n is in slot n % capacity. A slot
-    also has the transition that ends at its frame. `starts` has the number of the frame where that
-    transition starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes
-    a -> b -> c and then d -> e are stored so:
+    Frames are numbered in the order in which they are written. Frame n is in slot n % capacity,
+    with the transition that ends there. `starts` has the number of the frame where this transition
+    starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes a -> b -> c
+    and then d -> e are stored so:
 
         frame number   0    1    2    3    4
         frame          a    b    c    d    e     e overwrites a, in slot 0
-        start         -1    0    1   -1    3     a -> b is lost, because frame 0 is gone
-
-    All records are also appended to a file, which grows without limit. A resumed run reads it.
+        start         -1    0    1   -1    3     a -> b cannot be drawn any more
     """
 
-    def __init__(self, capacity, record_dtype, path=os.devnull):
+    def __init__(self, capacity, record_dtype):
         if capacity < 2:
             raise ValueError("a transition has two frames")
-        self.record_dtype = record_dtype
         self.columns = ["next_obs", "actions", "rewards", "masks", "grasp_penalty"]
         slot_dtype = [(name, record_dtype[name]) for name in self.columns]
-        self.slots = np.zeros(capacity, slot_dtype)
+        self.slots = np.zeros(capacity, slot_dtype)  # takes memory only while it fills up
         self.starts = np.full(capacity, -1)
-        self.num_frames = 0
+        self.num_frames = 0  # written so far
         self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
-        self.file = open(path, "ab")
-        self.num_records = 0  # in the file
 
     def ends(self):
-        """Slots where a transition ends whose first frame has not been overwritten"""
+        """The slots where a transition ends whose first frame is still in the ring"""
         oldest = max(0, self.num_frames - len(self.slots))
-        return np.flatnonzero(self.starts >= oldest)
+        return np.flatnonzero(self.starts >= oldest)  # a start of -1 never is
 
     def __len__(self):
         return len(self.ends())
@@ -625,7 +649,7 @@ class FrameBuffer:
     def read_frames(self, numbers):
         return self.slots["next_obs"][numbers % len(self.slots)]
 
-    def append(self, frame, record, start) -> int:
+    def write_frame(self, frame, record, start) -> int:
         slot = self.num_frames % len(self.slots)
         self.slots[slot] = record[self.columns]
         self.slots["next_obs"][slot] = frame
@@ -633,47 +657,33 @@ class FrameBuffer:
         self.num_frames += 1
         return self.num_frames - 1
 
-    def store(self, record):
-        """Start at the last frame of the same actor if it equals the first frame of this record.
-        Otherwise an episode begins, or records are missing, and the first frame is written, too."""
-        actor = int(record["ranks"])
-        start = self.newest_frame.get(actor)
-        oldest_after_this = self.num_frames + 1 - len(self.slots)  # one frame is overwritten
-        is_kept = start is not None and start >= oldest_after_this
-        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
-            start = self.append(record["obs"], record, -1)
-        self.newest_frame[actor] = self.append(record["next_obs"], record, start)
-
     def insert(self, record):
-        self.store(record)
-        self.file.write(record.tobytes())
-        self.num_records += 1
+        """Write the last frame of a record. Write the first frame, too, unless the same actor has
+        just written it: then the record continues an episode."""
+        actor = int(record["ranks"])
+        start = self.newest_frame.get(actor, -1)
+        oldest_after_this = max(0, self.num_frames + 1 - len(self.slots))
+        is_kept = start >= oldest_after_this
+        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
+            start = self.write_frame(record["obs"], record, -1)
+        self.newest_frame[actor] = self.write_frame(record["next_obs"], record, start)
 
     def sample(self, num_rows, rng):
-        """Draw with replacement.  -> slots where transitions end (N,), first frames (N,)"""
+        """Draw with replacement.  -> contents of slots (N,), first frames of transitions (N,)"""
         ends = rng.choice(self.ends(), num_rows)
         return self.slots[ends], self.read_frames(self.starts[ends])
 
-    def load(self, num_records):
-        """Continue after this many records of the file; a kill may have left more of them."""
-        itemsize = self.record_dtype.itemsize
-        with open(self.file.name, "rb") as file:
-            for _ in range(num_records):
-                self.store(np.frombuffer(file.read(itemsize), self.record_dtype)[0])
-        self.file.truncate(num_records * itemsize)
-        self.num_records = num_records
 
-
-def check_memory(num_bytes):
-    """Refuse at the start what does not fit. A buffer takes its memory only while it fills up."""
-    if hasattr(os, "sysconf"):  # not on Windows
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if num_bytes > 0.9 * memory:
-            sys.exit(f"--buffer-size: {num_bytes / 1e9:.0f} GB of frames do not fit into memory")
+def store(record, online_rb, demo_rb):
+    """A transition by the human is experience, and it is a demonstration, too."""
+    if not record["demos"]:
+        online_rb.insert(record)
+    if record["demos"] or record["interventions"]:
+        demo_rb.insert(record)
 
 
 def split_batch(batch_size, num_online, num_demo, demo_ratio):
-    """How many rows come from (online, demo). An empty buffer gives none."""
+    """The number of rows from online_rb and from demo_rb. No rows come from an empty buffer."""
     if num_demo == 0:
         return batch_size, 0
     if num_online == 0:
@@ -682,8 +692,9 @@ def split_batch(batch_size, num_online, num_demo, demo_ratio):
     return batch_size - num_demo_rows, num_demo_rows
 
 
-def random_shift(images, pad, rng):
-    """Move each image by up to `pad` pixels, repeat its edges (arXiv:2107.09645).  (N,H,W,3)"""
+def random_shift(images, pad, rng):  # hybrid: images
+    """Move each image by up to `pad` pixels and repeat its edges (arXiv:2107.09645).
+    (N,H,W,channels)"""
     num_images, height, width, _ = images.shape
     tops, lefts = rng.integers(0, 2 * pad + 1, (2, num_images))
     padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), "edge")
@@ -701,27 +712,29 @@ def to_tensors(rows, device):
 
 
 def random_numbers(seed, purpose: str, number):
-    """A generator for each (seed, purpose, number): there is no generator state to save."""
+    """A generator for each (seed, purpose, number). There is no generator state to save."""
     return np.random.default_rng([seed, *purpose.encode(), number])
 
 
-def sample_batch(args, online_rb, demo_rb, layout, update, device) -> dict:
-    """Online rows first, then demonstrations. The rows depend on (seed, update) only."""
-    rng = random_numbers(args.seed, "batch", update)
+def sample_batch(agent, online_rb, demo_rb) -> dict:
+    """Draw online rows first, then demonstrations. The draws depend on (seed, update) only."""
+    args = agent.args
+    layout = agent.layout
+    rng = random_numbers(args.seed, "batch", agent.updates)
     demo_ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
     num_online, num_demo = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
     online_slots, online_frames = online_rb.sample(num_online, rng)
     demo_slots, demo_frames = demo_rb.sample(num_demo, rng)
     slots = np.concatenate([online_slots, demo_slots])
     frames = np.concatenate([online_frames, demo_frames])
-    if args.augment_pad:
+    if args.augment_pad:  # hybrid: images
         for obs in (frames, slots["next_obs"]):
             for key in obs.dtype.names:
                 if obs[key].ndim == 4:
                     obs[key] = random_shift(obs[key], args.augment_pad, rng)
-    batch = to_tensors(slots, device)
-    batch["obs"] = to_tensors(frames, device)
-    batch["is_demo"] = torch.arange(args.batch_size, device=device) >= num_online
+    batch = to_tensors(slots, agent.raw_alpha.device)
+    batch["obs"] = to_tensors(frames, agent.raw_alpha.device)
+    batch["is_demo"] = torch.arange(len(slots), device=agent.raw_alpha.device) >= num_online
     if layout.num_grippers:  # hybrid: grasp; only continuous dims enter Q(s,a)
         batch["grasps"] = layout.grasp_index(batch["actions"][:, layout.gripper])
         batch["actions"] = batch["actions"][:, layout.continuous]
@@ -729,6 +742,434 @@ def sample_batch(args, online_rb, demo_rb, layout, update, device) -> dict:
 
 
 # --- rollout ---
+class Interface:
+    """What a policy sees of a robot, and what it can do. In this script actions are in [-1,1]."""
+
+    def __init__(self, args, obs_shapes, low, high):
+        self.args = args
+        self.obs_shapes = obs_shapes
+        self.low = low  # bounds of the actions of the environment
+        self.high = high
+        self.center = (high + low) / 2
+        self.scale = (high - low) / 2
+        self.layout = ActionLayout(len(low), SETUP_MODES[args.setup_mode][1])
+        self.record_dtype = make_record_dtype(obs_shapes, len(low))
+
+    def normalize(self, name, action):
+        """Convert an action of the environment to [-1,1]."""
+        action = to_array(name, action, self.center.shape)
+        return ((action - self.center) / self.scale).clip(-1, 1)
+
+    def make_agent(self, device):
+        return SACHybridAgent(
+            image_keys=[key for key, shape in self.obs_shapes.items() if len(shape) == 3],
+            continuous_action_dim=len(self.layout.continuous),
+            grasp_action_dim=self.layout.grasp_dim,
+            device=device,
+            args=self.args,
+            obs_shapes=self.obs_shapes,
+        )
+
+
+class Robot(Interface):
+    """An environment with its current episode, and a copy of the policy that acts in it"""
+
+    def __init__(self, args):
+        self.env = make_env(args)
+        self.takes_seed = (
+            isinstance(self.env, gym.Env) or "seed" in inspect.signature(self.env.reset).parameters
+        )
+        if not self.takes_seed:
+            print("reset() takes no seed: evaluations of different runs have different episodes")
+        first_obs = self.reset_env(seed=0)
+        any_shape = dict.fromkeys(args.image_keys or sorted(first_obs))
+        first_obs = select_obs(first_obs, any_shape)
+        obs_shapes = {key: value.shape for key, value in first_obs.items()}
+        super().__init__(args, obs_shapes, self.env.action_space.low, self.env.action_space.high)
+        self.is_done = True  # the first turn starts an episode
+        self.acting_agent = self.make_agent("cpu")
+
+    def reset_env(self, seed):
+        if self.takes_seed:
+            raw, _ = self.env.reset(seed=seed)
+        else:
+            raw, _ = self.env.reset()
+        return as_dict(raw)
+
+    def reset(self, seed, allow_intervention=False):
+        getattr(self.env, "unwrapped", self.env).allow_intervention = allow_intervention
+        self.obs = select_obs(self.reset_env(seed), self.obs_shapes)
+        self.is_done = False
+        self.last_commands = np.ones(self.layout.num_grippers)  # an episode starts with open ones
+        self.was_human = False
+        self.rewards = []
+
+    def step(self, action) -> np.ndarray:
+        """Make one step of the environment.  -> its record, with the action of the human if there
+        was one"""
+        # 1 "stay" repeats the last command of the gripper
+        grippers = self.layout.gripper
+        executed = action.copy()
+        executed[grippers], _ = hold_grippers(action[grippers], self.last_commands)
+
+        # 2 the environment moves, or the human does
+        executed = (self.center + self.scale * executed).astype(np.float32)
+        raw, reward, terminated, truncated, info = self.env.step(executed)
+        next_obs = select_obs(as_dict(raw), self.obs_shapes)
+        is_human = info.get("intervene_action") is not None
+        if is_human:
+            human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
+            action = self.normalize("intervene_action", human_action)
+        self.last_commands, num_toggles = hold_grippers(action[grippers], self.last_commands)
+        self.rewards.append(to_array("reward", reward, (1,)).item())
+
+        # 3 record what happened
+        record = np.zeros((), self.record_dtype)
+        record["obs"] = tuple(self.obs.values())
+        record["next_obs"] = tuple(next_obs.values())
+        record["actions"] = action
+        record["rewards"] = self.rewards[-1]
+        record["masks"] = not (terminated or (truncated and self.args.timeout_terminal))
+        record["dones"] = terminated or truncated
+        record["grasp_penalty"] = GRASP_PENALTY * num_toggles
+        record["interventions"] = is_human
+        record["takeovers"] = is_human and not self.was_human
+        record["ranks"] = rank()
+        record["success_rate"] = has_succeeded(self.rewards, terminated, info)
+        record["episodic_return"] = sum(self.rewards)
+        record["episodic_length"] = len(self.rewards)
+        self.was_human = is_human
+        self.obs = next_obs
+        self.is_done = bool(record["dones"])
+        return record
+
+    def take_turn(self, step, weights) -> np.ndarray:
+        """Take the environment step with this number.  -> its record"""
+        nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
+        rng = random_numbers(self.args.seed, "step", step)
+        if self.is_done:
+            if self.args.intervention_steps:
+                self.env.intervention_probability = 1 - step / self.args.intervention_steps
+            self.reset(int(rng.integers(2**31)), allow_intervention=True)
+        return self.step(explore(self.acting_agent, self.obs, step, rng))
+
+    def play(self, act, seed) -> np.ndarray:
+        """Play an episode of act(obs) without interventions.  -> its records"""
+        self.reset(seed)
+        records = []
+        while not self.is_done:
+            records.append(self.step(act(self.obs)))
+        return np.stack(records)
+
+    def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
+        """Play the mean action in episodes with the seeds first_seed, first_seed + 1, ...
+        -> the last record of each; its `interventions` is 1 if a human acted in the episode"""
+        nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
+        last_records = []
+        for seed in range(first_seed, first_seed + num_episodes):
+            records = self.play(self.acting_agent.act, seed)
+            records[-1]["interventions"] = records["interventions"].max()
+            last_records.append(records[-1])
+        return np.stack(last_records)
+
+    def close(self):
+        if hasattr(self.env, "close"):
+            self.env.close()
+
+
+def explore(agent, obs, step, rng) -> np.ndarray:
+    """A sample of the policy, or a random action in the first random_steps"""
+    layout = agent.layout
+    if step < agent.args.random_steps:
+        action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
+        action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
+        return action
+    if agent.args.algorithm == "bc":  # no loss has trained the standard deviation
+        return agent.act(obs)
+    return agent.act(obs, torch.from_numpy(rng.standard_normal(len(layout.continuous), np.float32)))
+
+
+# --- evaluate ---
+def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
+    """Play the mean action in the same episodes in every run. Do not count an episode in which a
+    human acted."""
+    if num_episodes == 0:
+        return {}
+    results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
+    results = results[results["interventions"] == 0]
+    num_helped = num_episodes - len(results)
+    if num_helped:
+        print(f"a human took over in {num_helped} of {num_episodes} episodes: they do not count")
+    if len(results) == 0:
+        return {}
+    metrics = {f"{group}/{name}": float(results[name].mean()) for name in RESULTS}
+    lengths = results["episodic_length"][results["success_rate"] > 0]
+    metrics[f"{group}/steps_to_success"] = float(lengths.mean()) if len(lengths) else math.nan
+    return metrics
+
+
+# --- main ---
+@dataclass
+class Progress:
+    """The state of a run besides the agent and the buffers"""
+
+    global_step: int = 0  # environment steps
+    updates_due: float = 0.0
+    num_bytes: int = 0  # of records.bin
+    human_steps: int = 0
+    human_takeovers: int = 0
+    losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
+    window: list[dict] = field(default_factory=list)  # other statistics since that line
+    best_score: list[float] = field(default_factory=list)
+    best_agent: dict | None = None
+
+
+def main(args: Args) -> dict[str, float]:
+    if args.create_data or args.test:
+        return create_data_or_test(args)
+    torch.set_num_threads(args.num_threads)
+    groups = join_ranks()
+    if rank() > 0:
+        serve(Robot(args), groups[rank()])
+        return {}
+    signals = Signals()
+    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
+    agent = robots[0].make_agent(pick_device(args.device, built_in=args.env_id == BUILT_IN))
+    run, progress = start_run(args, agent, robots[0])
+    online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
+    demo_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
+    for record in read_records(run.dir / "records.bin", robots[0].record_dtype):
+        store(record, online_rb, demo_rb)
+    record_file = open(run.dir / "records.bin", "ab")
+    save_dir = Path(args.save_dir or run.dir)
+    save_dir.mkdir(parents=True, exist_ok=True)
+
+    published = {"weights": agent.acting_weights()}
+    arrivals = queue.Queue()  # pairs (actor, record)
+    steps = iter(range(progress.global_step, args.max_steps))
+    actors = [ActorThread(robot, steps, published, arrivals) for robot in robots]
+    for actor in actors:
+        actor.start()
+
+    metrics = {}
+    is_eval_due = progress.global_step == 0  # where the first episode ends
+    is_save_due = False
+    bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
+    while progress.global_step < args.max_steps:
+        # 1 receive a transition; with --utd 0 update until one arrives
+        if args.utd == 0 and progress.global_step > args.training_starts:
+            while arrivals.empty():
+                learn(agent, online_rb, demo_rb, published, progress)
+        start_time = time.time()
+        actor, record = arrivals.get()
+        if isinstance(record, BaseException):
+            save_run(run, agent, progress, record_file)  # keep what was learned
+            raise record
+        progress.global_step += 1
+        is_last = progress.global_step == args.max_steps
+        episode_ended = record["dones"] > 0  # the actor waits for `may_continue`
+        store(record, online_rb, demo_rb)
+        record_file.write(record.tobytes())
+        progress.human_steps += int(record["interventions"])
+        progress.human_takeovers += int(record["takeovers"])
+        if episode_ended:
+            progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
+        rollout_time = time.time() - start_time
+
+        # 2 update `utd` times, and publish the weights
+        if progress.global_step > args.training_starts:
+            progress.updates_due += args.utd
+        while progress.updates_due >= 1:
+            progress.updates_due -= 1
+            learn(agent, online_rb, demo_rb, published, progress)
+        update_time = time.time() - start_time - rollout_time
+        progress.window.append({"time/rollout": rollout_time, "time/update": update_time})
+        progress.window.append({"charts/intervention_rate": float(record["interventions"])})
+
+        # 3 evaluate between two episodes; these episodes select the best policy
+        row = {}
+        if is_last or progress.global_step % args.eval_every == 0:
+            is_eval_due = True
+        if is_eval_due and (episode_ended or is_last):
+            is_eval_due = False
+            row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
+            keep_best(progress, agent, row)
+
+        # 4 log
+        if is_last or progress.global_step % args.log_interval == 0:
+            row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
+            row |= {
+                "charts/intervention_steps": progress.human_steps,
+                "charts/intervention_count": progress.human_takeovers,
+                "charts/updates": agent.updates,
+                "charts/SPS": progress.global_step / (time.time() - run.start_time),
+                "losses/skipped_steps": agent.skipped_steps.item(),
+                "buffer/online_size": len(online_rb),
+                "buffer/demo_size": len(demo_rb),
+            }
+            progress.losses = []
+            progress.window = []
+        if row:
+            run.log({"global_step": progress.global_step} | row)
+            metrics |= run.rows[-1]
+            show_status(bar, metrics)
+        bar.update()
+
+        # 5 save; what --resume needs is saved between two episodes
+        if progress.global_step % args.save_every == 0:
+            name = f"checkpoint_{progress.global_step}.pth"
+            write_checkpoint(save_dir / name, **agent.checkpoint())
+            is_save_due = True
+        if is_last or (episode_ended and (is_save_due or signals.received)):
+            save_run(run, agent, progress, record_file)
+            is_save_due = False
+            if signals.received:
+                break
+        if args.utd or episode_ended:
+            actor.may_continue.release()
+
+    bar.close()
+    signals.release()
+    for actor in actors:
+        actor.stop()
+    if progress.global_step < args.max_steps:
+        print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+    else:
+        metrics |= finish_run(args, run, agent, robots[0], progress, save_dir)
+    for robot in robots:
+        robot.close()
+    record_file.close()
+    return metrics
+
+
+def learn(agent, online_rb, demo_rb, published, progress):
+    """Make one update and publish the weights."""
+    args = agent.args
+    batch = sample_batch(agent, online_rb, demo_rb)
+    if args.algorithm == "bc":
+        stats = agent.update_bc(batch)
+    else:
+        train_actor = (agent.updates + 1) % args.cta_ratio == 0
+        stats = agent.update(batch, train_actor)
+    if agent.updates % args.publish_every == 0:
+        published["weights"] = agent.acting_weights()
+    stats = {f"losses/{name}": value for name, value in stats.items()}
+    stats["buffer/demo_rows"] = batch["is_demo"].sum()
+    stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
+    progress.losses.append(stats)
+
+
+def keep_best(progress, agent, row):
+    """Compare policies by success, then by return. Of equal policies prefer the faster one."""
+    if not row:
+        return
+    score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
+    if score >= progress.best_score:  # of lists: their first difference decides
+        progress.best_score = score
+        progress.best_agent = agent.checkpoint()
+
+
+def mean_of_each(rows: list[dict]) -> dict[str, float]:
+    """Mean of each statistic over the rows that have it; one transfer from the device"""
+    columns = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(torch.as_tensor(value))
+    if not columns:
+        return {}
+    means = [torch.stack(column).float().nanmean() for column in columns.values()]
+    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
+
+
+STATUS = (
+    "losses/critic_loss",
+    "losses/grasp_critic_loss",
+    "losses/actor_loss",
+    "losses/alpha_loss",
+    "losses/alpha",
+    "charts/intervention_rate",
+    "eval/success_rate",
+    "eval/steps_to_success",
+)
+
+
+def show_status(bar, metrics: dict):
+    """Show the newest numbers beside the bar, or in a line of their own if this is no terminal."""
+    shown = []
+    for name in STATUS:
+        if metrics.get(name) is not None:
+            shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
+    status = " ".join(shown)
+    bar.set_postfix_str(status, refresh=False)
+    if bar.disable:
+        print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
+
+
+def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
+    """Save the best policy, test it on new episodes, and draw the pictures."""
+    if progress.best_agent is not None:
+        agent.restore(progress.best_agent)
+    write_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
+    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
+    if report:
+        run.log({"global_step": progress.global_step} | report)
+        report = run.rows[-1]
+    panels = {
+        "success rate": ["charts/success_rate", "eval/success_rate"],
+        "environment steps to success": ["eval/steps_to_success"],
+        "share of steps by the human": ["charts/intervention_rate"],
+        "mean Q value (discounted return)": ["losses/q_values"],
+    }
+    run.finish(panels, "environment steps")
+    if args.capture_video and args.report_episodes:
+        write_video(run.dir / "policy.gif", robot, agent)
+
+    names = ("eval/success_rate", "report/success_rate")
+    rates = [row[name] for row in run.rows for name in names if name in row]
+    change = "not evaluated"
+    if rates:
+        change = f"{rates[0]:.2f} -> {rates[-1]:.2f}"
+    seconds = run.rows[-1]["time"]
+    print(f"success rate {change}, {args.max_steps} environment steps, {seconds:.0f} s")
+    print(f"metrics and pictures are in {run.dir}")
+    print(f"the model: {save_dir}/final_model.pth; SACHybridAgent.load reads it")
+    return report
+
+
+# --- task: environments ---
+def make_env(args: Args):
+    """The built-in environment, a class in file.py:Class, or a Gymnasium id.
+
+    A class needs reset() and step(). Its constructor gets --image-keys (all names, those of vectors
+    included) and the number of action dims. action_space, render() and close() are optional. The
+    attribute `allow_intervention` is set from outside: if it is False, no human may act. step() may
+    put into its info "intervene_action", which is what a human did instead of the action, and
+    "succeed", "success" or "is_success".
+    """
+    num_arms, num_grippers = SETUP_MODES[args.setup_mode]
+    if args.env_id == BUILT_IN:
+        return BarWorld(args.setup_mode, args.human)
+    if ".py:" in args.env_id:
+        path, _, name = args.env_id.rpartition(":")
+        action_dim = 6 * num_arms + num_grippers
+        env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), action_dim)
+        if not hasattr(env, "action_space"):
+            env.action_space = gym.spaces.Box(-1, 1, (action_dim,))
+    else:
+        env = gym.make(args.env_id)
+        if "rgb_array" in env.metadata.get("render_modes", []):
+            env.close()
+            env = gym.make(args.env_id, render_mode="rgb_array")
+    space = env.action_space
+    is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
+    if not is_box or space.shape[0] % num_arms or (space.low == space.high).any():
+        expected = f"a bounded Box for {num_arms} arms with low < high"
+        sys.exit(f"{args.env_id} has actions {space}: expected {expected}")
+    if space.shape[0] <= num_grippers:
+        sys.exit(f"{args.env_id}: --setup-mode {args.setup_mode} leaves no continuous action")
+    return env
+
+
 def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
@@ -749,480 +1190,44 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     return value
 
 
+def as_dict(raw) -> dict:
+    return raw if isinstance(raw, dict) else {"state": raw}
+
+
+def select_obs(raw: dict, obs_shapes) -> dict[str, np.ndarray]:
+    """The part of an observation that the policy sees. A shape of None admits every shape."""
+    if not raw.keys() >= obs_shapes.keys():
+        raise ValueError(f"found observations {sorted(raw)}: expected {[*obs_shapes]}")
+    return {key: to_array(key, raw[key], shape) for key, shape in obs_shapes.items()}
+
+
 def hold_grippers(commands, last_commands):
-    """The command "stay" repeats the last one.  -> commands in force, how many open or close"""
-    now = np.where(np.round(commands) == 0, last_commands, commands)
-    return now, int(((now < 0) != (last_commands < 0)).sum())
+    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
+    or close"""
+    held = np.where(np.round(commands) == 0, last_commands, commands)
+    return held, int(((held < 0) != (last_commands < 0)).sum())
 
 
-class Robot:
-    """An environment and its current episode. Inside, actions are in [-1,1]."""
-
-    def __init__(self, args):
-        self.args = args
-        self.env = make_env(args)
-        space = self.env.action_space
-        num_arms, num_grippers = SETUP_MODES[args.setup_mode]
-        is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
-        if not is_box or space.shape[0] % num_arms or (space.low == space.high).any():
-            expected = f"a bounded Box for {num_arms} arms with low < high"
-            sys.exit(f"{args.env_id} has actions {space}: expected {expected}")
-        self.center = (space.high + space.low) / 2
-        self.scale = (space.high - space.low) / 2
-        self.layout = ActionLayout(space.shape[0], num_grippers)
-        if not self.layout.continuous:
-            sys.exit(f"{args.env_id}: --setup-mode {args.setup_mode} leaves no continuous action")
-        print(f"action dims: {self.layout.continuous} continuous, {self.layout.gripper} gripper")
-        self.takes_seed = (
-            isinstance(self.env, gym.Env) or "seed" in inspect.signature(self.env.reset).parameters
-        )
-        if not self.takes_seed:
-            print("reset() takes no seed: evaluations of different runs have different episodes")
-        self.obs_shapes = {}
-        self.reset(seed=0)
-        self.obs_shapes = {key: value.shape for key, value in self.obs.items()}
-        print(f"the policy sees {self.obs_shapes}")
-        self.record_dtype = make_record_dtype(self.obs, space.shape[0])
-        self.is_done = True  # the first turn starts an episode
-        self.acting_agent = self.make_agent("cpu")
-
-    def make_agent(self, device):
-        return SACHybridAgent(
-            image_keys=[key for key, shape in self.obs_shapes.items() if len(shape) == 3],
-            continuous_action_dim=len(self.layout.continuous),
-            grasp_action_dim=self.layout.grasp_dim,
-            device=device,
-            args=self.args,
-            obs_shapes=self.obs_shapes,
-        )
-
-    def observe(self, raw) -> dict[str, np.ndarray]:
-        """What the policy sees of an observation, of the environment or of a data file"""
-        if not isinstance(raw, dict):
-            raw = {"state": raw}
-        keys = self.obs_shapes or self.args.image_keys or sorted(raw)
-        if not raw.keys() >= set(keys):
-            raise ValueError(f"found observations {sorted(raw)}: expected {[*keys]}")
-        return {key: to_array(key, raw[key], self.obs_shapes.get(key)) for key in keys}
-
-    def reset(self, seed, allow_intervention=False):
-        getattr(self.env, "unwrapped", self.env).allow_intervention = allow_intervention
-        if self.takes_seed:
-            raw, _ = self.env.reset(seed=seed)
-        else:
-            raw, _ = self.env.reset()
-        self.obs = self.observe(raw)
-        self.is_done = False
-        self.last_commands = np.zeros(self.layout.num_grippers)  # grippers are open
-        self.episodic_return = 0.0
-        self.episodic_length = 0
-        self.was_human = False
-
-    def normalize(self, name, action):
-        """From the units of the environment to [-1,1]"""
-        action = to_array(name, action, self.center.shape)
-        return ((action - self.center) / self.scale).clip(-1, 1)
-
-    def step(self, action) -> np.ndarray:
-        """-> record of what was executed, by the policy or by the human"""
-        grippers = self.layout.gripper
-        executed = action.copy()
-        executed[grippers], _ = hold_grippers(action[grippers], self.last_commands)
-        executed = (self.center + self.scale * executed).astype(np.float32)
-        raw, reward, terminated, truncated, info = self.env.step(executed)
-        is_human = info.get("intervene_action") is not None
-        if is_human:
-            human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
-            action = self.normalize("intervene_action", human_action)
-        reward = to_array("reward", reward, (1,)).item()
-        success = terminated and reward > 0
-        for name in ("succeed", "success", "is_success"):
-            success = info.get(name, success)
-        self.last_commands, toggles = hold_grippers(action[grippers], self.last_commands)
-        self.episodic_return += reward
-        self.episodic_length += 1
-        next_obs = self.observe(raw)
-        values = dict(
-            obs=tuple(self.obs.values()),
-            next_obs=tuple(next_obs.values()),
-            actions=action,
-            rewards=reward,
-            masks=not (terminated or (truncated and self.args.timeout_terminal)),
-            dones=terminated or truncated,
-            grasp_penalty=GRASP_PENALTY * toggles,
-            interventions=is_human,
-            takeovers=is_human and not self.was_human,
-            ranks=rank(),
-            success_rate=success,
-            episodic_return=self.episodic_return,
-            episodic_length=self.episodic_length,
-        )
-        record = np.zeros((), self.record_dtype)
-        for name, value in values.items():
-            record[name] = value
-        self.was_human = is_human
-        self.obs = next_obs
-        self.is_done = bool(record["dones"])
-        return record
-
-    def take_turn(self, step, weights) -> np.ndarray:
-        """One environment step with these weights of the policy.  -> its record"""
-        nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
-        rng = random_numbers(self.args.seed, "step", step)
-        if self.is_done:
-            if self.args.intervention_steps:
-                self.env.intervention_probability = 1 - step / self.args.intervention_steps
-            self.reset(int(rng.integers(2**31)), allow_intervention=True)
-        if step < self.args.random_steps:
-            action = rng.uniform(-1, 1, self.layout.action_dim).astype(np.float32)
-            action[self.layout.gripper] = rng.integers(-1, 2, self.layout.num_grippers)
-        elif self.args.algorithm == "bc":
-            action = self.acting_agent.act(
-                self.obs
-            )  # imitation does not train the standard deviation
-        else:
-            noise = rng.standard_normal(len(self.layout.continuous), np.float32)
-            action = self.acting_agent.act(self.obs, torch.from_numpy(noise))
-        return self.step(action)
+def has_succeeded(rewards, terminated, info=()) -> bool:
+    """Whether an episode succeeded. In some environments the info of the last step tells. Without
+    it, an episode succeeded if it terminated with its first positive reward."""
+    for name in ("is_success", "success", "succeed"):
+        if name in info:
+            return bool(info[name])
+    return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
-class ActorThread(threading.Thread):
-    """Takes one turn for each number in `step_queue`, with the newest published weights.
-
-    The learner puts a number into the queue for each record it has used. With --max-lead 0 the two
-    therefore alternate strictly. A larger lead lets the actor move on while the learner works.
-    Where an episode ends the actor waits for the learner, which evaluates and saves there.
-    """
-
-    def __init__(self, robot, published, arrivals):
-        super().__init__(daemon=True)
-        self.robot = robot
-        self.published = published
-        self.arrivals = arrivals
-        self.step_queue = queue.Queue()
-        self.next_episode = threading.Semaphore(0)
-        self.is_stopped = False
-
-    def run(self):
-        try:
-            for step in iter(self.step_queue.get, None):  # until a None arrives
-                record = self.robot.take_turn(step, self.published["weights"])
-                self.arrivals.put((self, record))
-                if record["dones"]:
-                    self.next_episode.acquire()
-                if self.is_stopped:
-                    return
-        except BaseException as error:  # the learner raises it
-            self.arrivals.put((self, error))
-
-    def stop(self):
-        self.is_stopped = True
-        self.step_queue.put(None)
-        self.next_episode.release()
-        self.join()
-
-
-def play(robot, act, seed) -> np.ndarray:
-    """One episode without interventions.  -> its records"""
-    robot.reset(seed)
-    records = []
-    while not robot.is_done:
-        records.append(robot.step(act(robot.obs)))
-    return np.stack(records)
-
-
-# --- evaluate ---
-def evaluate_robot(agent, robot, group, first_seed, num_episodes) -> dict:
-    """Act with the mean. Episode i has the seed first_seed + i, so that all runs play the same
-    episodes. An episode in which a human intervenes does not count."""
-    last_records = []
-    for episode in range(num_episodes):
-        records = play(robot, agent.act, first_seed + episode)
-        if not records["interventions"].any():
-            last_records.append(records[-1])
-    num_helped = num_episodes - len(last_records)
-    if num_helped:
-        print(f"a human took over in {num_helped} of {num_episodes} episodes: they do not count")
-    if not last_records:
-        return {}
-    results = np.stack(last_records)
-    metrics = {f"{group}/{name}": float(results[name].mean()) for name in RESULTS}
-    lengths = results["episodic_length"][results["success_rate"] > 0]
-    metrics[f"{group}/steps_to_success"] = float(lengths.mean()) if len(lengths) else math.nan
-    return metrics
-
-
-# --- main ---
-@dataclass
-class Progress:
-    """What changes while a run trains, besides the agent and the buffers"""
-
-    global_step: int = 0
-    updates_due: float = 0.0
-    human_steps: int = 0
-    human_takeovers: int = 0
-    losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
-    window: list[dict] = field(default_factory=list)  # other statistics since that line
-    online_records: int = 0  # in the files of the buffers
-    demo_records: int = 0
-    best_score: list[float] = field(default_factory=list)
-    best_agent: dict | None = None
-
-
-def main(args: Args) -> dict[str, float]:
-    if args.create_data or args.test:
-        return create_data_or_test(args)
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
-        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    torch.set_num_threads(args.num_threads)
-    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
-    signals = Signals()
-    join_ranks()
-    robot = Robot(args)
-    remote_robots = [RemoteRobot(robot.record_dtype, peer) for peer in range(1, world_size())]
-    if rank() > 0:
-        remote_robots[rank() - 1].serve(robot)
-        return {}
-
-    agent = robot.make_agent(device)
-    check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
-    saved_path = Path(args.run_dir or "") / "latest.pth"
-    is_resumed = args.resume and saved_path.exists()
-    demos = []
-    failures = []
-    if not is_resumed:  # there is no run folder yet, so a bad data file leaves nothing behind
-        demos = read_demos(args.demo_paths, robot) or make_demos(robot, args.num_demos)
-        failures = read_demos(args.failure_paths, robot)
-    run = Run(args)
-    save_dir = Path(args.save_dir or run.dir)
-    save_dir.mkdir(parents=True, exist_ok=True)
-    online_rb = FrameBuffer(args.buffer_size, robot.record_dtype, run.dir / "online_rb.bin")
-    demo_rb = FrameBuffer(args.buffer_size, robot.record_dtype, run.dir / "demo_rb.bin")
-    progress = Progress()
-    if is_resumed:
-        progress = load_run(run, agent)
-    online_rb.load(progress.online_records)
-    demo_rb.load(progress.demo_records)
-    for record in failures:
-        online_rb.insert(record)
-    for record in demos:
-        demo_rb.insert(record)
-
-    steps_to_take = iter(range(progress.global_step, args.max_steps))
-    published = {"weights": agent.acting_weights()}
-    arrivals = queue.Queue()  # (actor, record) pairs
-    actors = [ActorThread(each, published, arrivals) for each in remote_robots or [robot]]
-    for actor in actors:
-        for _ in range(args.max_lead + 1):
-            actor.step_queue.put(next(steps_to_take, None))
-        actor.start()
-
-    metrics = {}
-    is_eval_due = args.eval_episodes > 0 and not is_resumed  # the untrained policy, too
-    is_save_due = False
-    bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
-    while progress.global_step < args.max_steps:
-        # 1 receive a transition; what a human did is a demonstration, too
-        start_time = time.time()
-        actor, record = arrivals.get()
-        if isinstance(record, BaseException):
-            save_run(run, agent, online_rb, demo_rb, progress)  # nothing that was learned is lost
-            raise record
-        progress.global_step += 1
-        is_last = progress.global_step == args.max_steps
-        is_between_episodes = is_last or record["dones"] > 0
-        online_rb.insert(record)
-        if record["interventions"]:
-            demo_rb.insert(record)
-        progress.human_steps += int(record["interventions"])
-        progress.human_takeovers += int(record["takeovers"])
-        if record["dones"]:
-            progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
-        rollout_time = time.time() - start_time
-
-        # 2 update, then publish the weights
-        if progress.global_step > args.training_starts:
-            progress.updates_due += args.utd
-        while progress.updates_due >= 1:
-            progress.updates_due -= 1
-            batch = sample_batch(args, online_rb, demo_rb, agent.layout, agent.updates, device)
-            if args.algorithm == "bc":
-                stats = agent.update_bc(batch)
-            else:
-                train_actor = (agent.updates + 1) % args.cta_ratio == 0
-                stats = agent.update(batch, train_actor)
-            stats = {f"losses/{name}": value for name, value in stats.items()}
-            stats["buffer/demo_rows"] = batch["is_demo"].sum()
-            stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
-            progress.losses.append(stats)
-        published["weights"] = agent.acting_weights()
-        update_time = time.time() - start_time - rollout_time
-        progress.window.append({"time/rollout": rollout_time, "time/update": update_time})
-        progress.window.append({"charts/intervention_rate": float(record["interventions"])})
-
-        # 3 evaluate between two episodes; these episodes select the best policy
-        row = {}
-        if args.eval_episodes and (is_last or progress.global_step % args.eval_every == 0):
-            is_eval_due = True
-        if is_eval_due and is_between_episodes:
-            is_eval_due = False
-            row = evaluate_robot(agent, robot, "eval", 10_000, args.eval_episodes)
-        if row:
-            score = [row["eval/success_rate"], row["eval/episodic_return"]]
-            score.append(-row["eval/episodic_length"])  # of equal policies, prefer the faster one
-            if score >= progress.best_score:
-                progress.best_score = score
-                progress.best_agent = agent.checkpoint()
-
-        # 4 log
-        if is_last or progress.global_step % args.log_interval == 0:
-            row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
-            row |= {
-                "charts/intervention_steps": progress.human_steps,
-                "charts/intervention_count": progress.human_takeovers,
-                "charts/updates": agent.updates,
-                "charts/SPS": progress.global_step / (time.time() - run.start_time),
-                "losses/skipped_steps": agent.skipped_steps.item(),
-                "buffer/online_size": len(online_rb),
-                "buffer/demo_size": len(demo_rb),
-            }
-            progress.losses = []
-            progress.window = []
-        if row:
-            run.log({"global_step": progress.global_step} | row)
-            metrics |= run.rows[-1]
-            status = status_line(metrics)
-            bar.set_postfix_str(status, refresh=False)
-            if bar.disable:  # the output is not a terminal: print lines instead of a bar
-                print(f"[{progress.global_step}/{args.max_steps}] {status}", flush=True)
-        bar.update()
-
-        # 5 save; what --resume needs is saved between two episodes
-        if progress.global_step % args.save_every == 0:
-            name = f"checkpoint_{progress.global_step}.pth"
-            write_checkpoint(save_dir / name, **agent.checkpoint())
-            is_save_due = True
-        if is_between_episodes and (is_save_due or is_last or signals.received):
-            save_run(run, agent, online_rb, demo_rb, progress)
-            is_save_due = False
-            if signals.received:
-                break
-        actor.step_queue.put(next(steps_to_take, None))
-        if record["dones"]:
-            actor.next_episode.release()
-
-    bar.close()
-    signals.release()
-    for actor in actors:
-        actor.stop()
-    for remote in remote_robots:
-        remote.stop()
-    if progress.global_step < args.max_steps:
-        print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
-    else:
-        metrics |= finish_run(args, run, agent, robot, progress, save_dir)
-    if hasattr(robot.env, "close"):
-        robot.env.close()
-    online_rb.file.close()
-    demo_rb.file.close()
-    return metrics
-
-
-def mean_of_each(rows: list[dict]) -> dict[str, float]:
-    """Mean of each statistic over the rows that have it; one transfer from the device"""
-    columns = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(torch.as_tensor(value))
-    if not columns:
-        return {}
-    means = [torch.stack(column).float().nanmean() for column in columns.values()]
-    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
-
-
-def status_line(metrics: dict) -> str:
-    names = "losses/critic_loss losses/grasp_critic_loss losses/actor_loss losses/alpha_loss"
-    names += " losses/alpha charts/intervention_rate eval/success_rate eval/steps_to_success"
-    shown = []
-    for name in names.split():
-        if metrics.get(name) is not None:
-            shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
-    return " ".join(shown)
-
-
-def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
-    """Judge the best policy on other episodes, save it, and show it."""
-    if progress.best_agent is not None:
-        agent.load(progress.best_agent)
-    report = evaluate_robot(agent, robot, "report", 20_000, args.report_episodes)
-    if report:
-        run.log({"global_step": progress.global_step} | report)
-        report = run.rows[-1]
-    write_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
-    panels = {
-        "success rate": ["charts/success_rate", "eval/success_rate"],
-        "environment steps to success": ["eval/steps_to_success"],
-        "share of steps by the human": ["charts/intervention_rate"],
-        "mean Q value (discounted return)": ["losses/q_values"],
-    }
-    run.finish(panels)
-    if args.capture_video and args.report_episodes:
-        try:
-            write_video(run.dir / "policy.gif", robot, agent, args.report_episodes)
-        except Exception as error:  # nothing to render on, or neither render() nor images
-            print(f"there is no policy.gif: {error}")
-
-    names = ("eval/success_rate", "report/success_rate")
-    scores = [f"{row[name]:.2f}" for row in run.rows for name in names if name in row]
-    change = " -> ".join(scores[:1] + scores[1:][-1:]) or "not evaluated"
-    seconds = run.rows[-1]["time"]
-    print(f"success rate {change}, {args.max_steps} environment steps, {seconds:.0f} s")
-    print(f"the pictures are in {run.dir}")
-    print(f"load the model: agent.load('{save_dir}/final_model.pth')")
-    return report
-
-
-# --- task: environments ---
-def make_env(args: Args):
-    """The built-in environment, a class in file.py:Class, or a Gymnasium id.
-
-    A class needs reset() and step(), and its constructor gets --image-keys (all names, those of
-    vectors, too) and the number of action dims. It may also have action_space, render() and
-    close(). It gets an attribute `allow_intervention`: if this is False, no human may act. step()
-    may put into its info: "intervene_action", what a human did instead of the action, and
-    "succeed", "success" or "is_success". Without these, success is a reward at the end.
-    """
-    num_arms, num_grippers = SETUP_MODES[args.setup_mode]
-    if args.env_id == BUILT_IN:
-        return BarWorld(args.setup_mode, args.human)
-    if ".py:" not in args.env_id:
-        env = gym.make(args.env_id)
-        if "rgb_array" in env.metadata.get("render_modes", []):
-            env.close()
-            env = gym.make(args.env_id, render_mode="rgb_array")
-        return env
-    path, _, name = args.env_id.rpartition(":")
-    action_dim = 6 * num_arms + num_grippers
-    env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), action_dim)
-    if not hasattr(env, "action_space"):  # reset() and step() are enough
-        env.action_space = gym.spaces.Box(-1, 1, (action_dim,))
-    return env
-
-
-def axes_of(pose):
-    """Directions of an object in this pose: along it, across it, and up. Tilt is not to scale."""
-    *_, roll, pitch, yaw = pose
-    angle = yaw * math.pi / 2
-    along = np.array([math.cos(angle), math.sin(angle), pitch])
-    across = np.array([-math.sin(angle), math.cos(angle), roll])
-    return along, across, np.cross(along, across)
+def direction(yaw) -> np.ndarray:
+    """The unit vector of this heading; a quarter turn is 1.  -> (x, y, z)"""
+    return np.array([math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2), 0])
 
 
 class BarWorld(gym.Env):
-    """With learned grippers, hold every bar and lift it above 0.5. With fixed ones, reach its pose.
+    """Each arm has a bar. With learned grippers, grip the bars and lift them above 0.5. With fixed
+    grippers, move each arm to the pose of its bar.
 
-    The pose of an arm is x, y, z, roll, pitch, yaw in [-1,1], with z in [0,1]. Only the image shows
-    where the bar is. The reward is 1 on success, which ends the episode, and 0 before.
+    A pose is x, y, z, roll, pitch, yaw in [-1,1], with z in [0,1]. Only the image shows where the
+    bar is. The reward is 1 on success, which ends the episode, and 0 before.
     """
 
     STEP = 0.3  # the longest motion of a step, in each dim of the pose
@@ -1232,7 +1237,7 @@ class BarWorld(gym.Env):
     metadata = {"render_modes": ["rgb_array"], "render_fps": 5}
     render_mode = "rgb_array"
     allow_intervention = True
-    intervention_probability = 0.0  # that the human takes over, per episode
+    intervention_probability = 0.0  # of an episode; the human then acts until the episode ends
 
     def __init__(self, setup_mode="single-arm-learned-gripper", human="clumsy"):
         self.num_arms, self.num_grippers = SETUP_MODES[setup_mode]
@@ -1267,43 +1272,41 @@ class BarWorld(gym.Env):
         return obs
 
     def camera(self, arm):
-        """Soft dots from above: the ends of the bar red and blue, the arm green.  -> (H,W,3)"""
-        angle = self.bar[arm, 5] * math.pi / 2
-        half = 0.4 * np.array([math.cos(angle), math.sin(angle)])
-        center = self.bar[arm, :2]
-        dots = np.stack([center + half, self.pose[arm, :2], center - half])  # (3,2)
+        """The view from above: the ends of the bar are a red and a blue dot, the arm is a green
+        one.  -> (H,W,3)"""
+        half = 0.4 * direction(self.bar[arm, 5])
+        center = self.bar[arm, :3]
+        dots = np.stack([center + half, self.pose[arm, :3], center - half])[:, :2]  # (color,2)
         line = np.linspace(-1.2, 1.2, self.SIZE)[:, None, None]
-        brightness = np.exp(-(((line - dots) / 0.15) ** 2))  # (SIZE,3,2)
-        image = brightness[:, None, :, 1] * brightness[None, :, :, 0]
+        brightness = np.exp(-(((line - dots) / 0.15) ** 2))  # (SIZE,color,2)
+        image = brightness[:, None, :, 1] * brightness[None, :, :, 0]  # (row,column,color)
         return (255 * image).astype(np.uint8)
 
-    def shapes(self, arm):
-        """The bar and the gripper as lines through points (n,3), and their colors"""
-        along, _, _ = axes_of(self.bar[arm])
+    def lines(self, arm):
+        """The halves of the bar and the gripper as lines through points (n,3), without tilt"""
         center = self.bar[arm, :3]
-        yield np.stack([center, center + 0.4 * along]), "firebrick"
-        yield np.stack([center, center - 0.4 * along]), "royalblue"
-        _, across, up = axes_of(self.pose[arm])
-        gap = (0.22 if self.is_open[arm] else 0.08) * across  # from the middle to a finger
-        palm = 0.3 * up
-        yield self.pose[arm, :3] + np.stack([-gap, palm - gap, palm + gap, gap]), "black"
+        half = 0.4 * direction(self.bar[arm, 5])
+        yield "firebrick", np.stack([center, center + half])
+        yield "royalblue", np.stack([center, center - half])
+        finger = (0.22 if self.is_open[arm] else 0.08) * direction(self.pose[arm, 5] + 1)
+        palm = np.array([0, 0, 0.3])
+        yield (
+            "black",
+            self.pose[arm, :3] + np.stack([-finger, palm - finger, palm + finger, finger]),
+        )
 
     def render(self):
-        """Each arm from above and from the side.  -> (640,320*arms,3) uint8"""
+        """Each arm from above and, in the lower half, from the side.  -> (640,320*arms,3) uint8"""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (320 * self.num_arms, 640), "white")
         canvas = ImageDraw.Draw(image)
         for arm in range(self.num_arms):
-            left = 320 * arm
-            canvas.rectangle([left + 10, 10, left + 310, 310], "burlywood")  # the table
-            canvas.rectangle([left + 10, 600, left + 310, 630], "burlywood")
-            for points, color in self.shapes(arm):
+            for color, points in self.lines(arm):
                 x, y, z = 120 * points.T  # pixels
-                canvas.line([*zip(left + 160 + x, 160 + y, strict=True)], color, 12)
-                canvas.line([*zip(left + 160 + x, 595 - z, strict=True)], color, 12)
-            canvas.text((left + 14, 12), "from above", "black", font_size=18)
-            canvas.text((left + 14, 330), "from the side", "black", font_size=18)
+                x += 320 * arm + 160
+                canvas.line([*zip(x, 160 + y, strict=True)], color, 12)
+                canvas.line([*zip(x, 595 - z, strict=True)], color, 12)
         return np.asarray(image)
 
     def step(self, action):
@@ -1322,7 +1325,7 @@ class BarWorld(gym.Env):
             opens = command > 0
             self.is_held = (self.is_held | (closes & is_near)) & ~opens
             self.is_open = (self.is_open & ~closes) | opens
-            self.bar[opens, 2:5] = 0.0  # it falls flat
+            self.bar[opens, 2:5] = 0.0  # an open gripper drops its bar, which then lies flat
             success = (self.is_held & (self.pose[:, 2] > 0.5)).all()
         self.num_steps += 1
         info["is_success"] = bool(success)
@@ -1330,7 +1333,8 @@ class BarWorld(gym.Env):
         return self.observe(), float(success), bool(success), bool(truncated), info
 
     def human(self):
-        """Go straight to the bar, close, lift. The clumsy human is slow, trembles and errs."""
+        """Go straight to the bar, close, lift. The clumsy human moves at half speed, trembles, and
+        sometimes gives a random command to the gripper."""
         target = self.bar.copy()
         target[self.is_held, 2] = 0.8
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
@@ -1348,27 +1352,32 @@ class BarWorld(gym.Env):
 
 
 # --- task: demonstrations ---
-def make_demos(robot, num_demos, success=True) -> list[np.ndarray]:
+def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
     """Successful episodes of the scripted human, or random ones that fail.  -> records"""
+    if num_demos == 0:
+        return []
+    robot = Robot(args)
 
     def act(obs):
         if success:
             return robot.env.human()
         return robot.env.np_random.uniform(-1, 1, robot.layout.action_dim).astype(np.float32)
 
-    episodes = []
+    demos = []
+    num_successes = 0
     attempt = 0
-    while len(episodes) < num_demos:
-        seed = random_numbers(robot.args.seed, "demo", attempt).integers(2**31)
-        records = play(robot, act, int(seed))
+    while num_successes < num_demos:
+        seed = random_numbers(args.seed, "demo", attempt).integers(2**31)
+        episode = robot.play(act, int(seed))
         attempt += 1
-        if records["success_rate"][-1] == success:
-            episodes.append(records)
-    return [record for records in episodes for record in records]
+        if episode["success_rate"][-1] == success:
+            demos += list(episode)
+            num_successes += 1
+    return demos
 
 
 def write_demos(path, records):
-    """A pickled list of transitions, as HIL-SERL writes it."""
+    """Write a pickled list of transitions, as HIL-SERL does."""
     transitions = []
     for record in records:
         keys = record["obs"].dtype.names
@@ -1385,16 +1394,16 @@ def write_demos(path, records):
 
 
 def create_data_or_test(args: Args) -> dict[str, float]:
-    """--create-data, --test quick (a short run in a temporary folder), --test full"""
+    """--create-data; --test quick, a short run in a temporary folder; --test full, a run with the
+    data that --create-data makes"""
     if args.test == "quick":
         with tempfile.TemporaryDirectory() as folder:
             return main(replace(args, **QUICK_TEST, run_dir=f"{folder}/run"))
     success_path = "test_data/success_demo.pkl"
     failure_path = "test_data/failure_demo.pkl"
-    robot = Robot(args)
     Path("test_data").mkdir(exist_ok=True)
-    write_demos(success_path, make_demos(robot, args.num_demos or 10))
-    write_demos(failure_path, make_demos(robot, 5, success=False))
+    write_demos(success_path, make_demos(args, args.num_demos or 10))
+    write_demos(failure_path, make_demos(args, 5, success=False))
     print(f"wrote {success_path} and {failure_path}, {args.setup_mode}")
     if args.create_data:
         return {}
@@ -1417,36 +1426,44 @@ class DemoUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        if name == "dtype":  # a constant of numpy, because a file could give a new one false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 
 
-def load_transitions(path) -> list[dict]:
-    """A pickled list of transitions, or an .npz of columns such as observations/image"""
+def read_transitions(path) -> list[dict]:
+    """Read a pickled list of transitions, or an .npz with columns such as observations/image."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
-    # numpy marks the dtype of big-endian numbers by this string; other files have no use for it
-    if any(argument == ">" for _, argument, _ in pickletools.genops(data)):
-        raise ValueError('it has the string ">", and big-endian numbers are not supported')
+    for opcode, argument, _ in pickletools.genops(data):
+        if argument == ">":  # so numpy marks the dtype of big-endian numbers
+            raise ValueError('it has the string ">", and big-endian numbers are not supported')
+        if opcode.name == "LONG_BINPUT" and argument > len(data):
+            raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def read_transition(transition: dict, robot) -> np.ndarray:
-    """-> record, still without the grasp penalty"""
+def read_obs(transition, name, obs_shapes):
+    """Read observations or next_observations: a dict, a vector, or columns of an .npz."""
+    raw = transition.get(name)
+    if raw is None:
+        raw = {key.removeprefix(f"{name}/"): value for key, value in transition.items()}
+    return tuple(select_obs(as_dict(raw), obs_shapes).values())
+
+
+def read_transition(transition: dict, robot, grasp_penalty) -> np.ndarray:
+    """Convert a transition of a file, which may have masks and penalties.  -> record"""
     record = np.zeros((), robot.record_dtype)
-    for name, source in (("obs", "observations"), ("next_obs", "next_observations")):
-        raw = transition.get(source)
-        if raw is None:  # columns of an .npz
-            raw = {key.removeprefix(f"{source}/"): value for key, value in transition.items()}
-        record[name] = tuple(robot.observe(raw).values())
+    record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
+    record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
     record["actions"] = robot.normalize("actions", transition["actions"])
-    numbers = {"masks": 1.0 - transition["dones"]} | transition  # a file may have no masks
-    for name in ("rewards", "dones", "masks"):
+    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": grasp_penalty}
+    numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
+    for name in ("rewards", "dones", "masks", "grasp_penalty"):
         record[name] = to_array(name, numbers[name], (1,)).item()
     if not 0 <= record["masks"] <= 1:
         raise ValueError("masks must be in [0,1]")
@@ -1454,44 +1471,58 @@ def read_transition(transition: dict, robot) -> np.ndarray:
 
 
 def read_demos(paths, robot) -> list[np.ndarray]:
-    """Records of .pkl and .npz files. Their actions are in the units of the environment."""
+    """Read .pkl and .npz files, whose actions are in the units of the environment.  -> records"""
     records = []
     for path in paths:
         place = "as a whole"
-        last_commands = np.zeros(robot.layout.num_grippers)
         try:
-            transitions = load_transitions(path)
+            transitions = read_transitions(path)
             size = len(transitions) * robot.record_dtype.itemsize
             # A pickle can refer to one array many times, and each row becomes a copy.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
                 raise ValueError(f"it would become {size} bytes in memory")
             if not transitions:
                 raise ValueError("there are no transitions")
+            open_grippers = np.ones(robot.layout.num_grippers)
+            last_commands = open_grippers
             for row, transition in enumerate(transitions):
                 place = f"row {row}"
-                record = read_transition(transition, robot)
-                commands = record["actions"][robot.layout.gripper]
-                last_commands, toggles = hold_grippers(commands, last_commands)
-                penalty = transition.get("grasp_penalty", GRASP_PENALTY * toggles)
-                record["grasp_penalty"] = to_array("grasp_penalty", penalty, (1,)).item()
-                last_commands = last_commands * (record["dones"] == 0)  # an episode starts open
+                commands = robot.normalize("actions", transition["actions"])[robot.layout.gripper]
+                last_commands, num_toggles = hold_grippers(commands, last_commands)
+                record = read_transition(transition, robot, GRASP_PENALTY * num_toggles)
+                if record["dones"]:
+                    last_commands = open_grippers
                 records.append(record)
         except Exception as error:  # a damaged file can raise any type
             sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
     return records
 
 
+def read_records(path, record_dtype):
+    """The records of a run, one by one"""
+    with open(path, "rb") as file:
+        while data := file.read(record_dtype.itemsize):
+            yield np.frombuffer(data, record_dtype)[0]
+
+
+def check_memory(num_bytes):
+    """Refuse at the start what does not fit. A buffer takes its memory only while it fills up."""
+    if hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_bytes > 0.9 * memory:
+            sys.exit(f"--buffer-size: {num_bytes / 1e9:.0f} GB of frames do not fit into memory")
+
+
 # --- video ---
 def take_picture(robot, caption: str) -> np.ndarray:
-    """render() of the environment, else its images, 320 pixels high or more, under a caption"""
+    """render() of the environment, or else the images that the policy sees, under a caption"""
     from PIL import Image, ImageDraw
 
     picture = None
     if hasattr(robot.env, "render"):
         picture = robot.env.render()
     if picture is None:
-        images = [value for value in robot.obs.values() if value.ndim == 3]
-        picture = np.concatenate(images, 1)
+        picture = np.concatenate([value for value in robot.obs.values() if value.ndim == 3], 1)
     zoom = math.ceil(320 / len(picture))
     picture = picture.repeat(zoom, 0).repeat(zoom, 1)
     image = Image.fromarray(np.pad(picture, ((30, 0), (0, 0), (0, 0)), constant_values=255))
@@ -1500,33 +1531,40 @@ def take_picture(robot, caption: str) -> np.ndarray:
 
 
 def film(robot, player: str, act, seed) -> list[np.ndarray]:
-    """An episode in pictures"""
+    """Play an episode.  -> its pictures"""
     pictures = []
 
     def act_and_film(obs):
         pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
         return act(obs)
 
-    records = play(robot, act_and_film, seed)
+    records = robot.play(act_and_film, seed)
     result = "success" if records["success_rate"][-1] else "failure"
     pictures.append(take_picture(robot, f"{player}, step {len(pictures)}: {result}"))
     return pictures
 
 
-def write_video(path, robot, agent, num_episodes):
-    """The same starts played by the scripted human, if there is one, and by the policy"""
+def write_video(path, robot, agent):
+    """A GIF of three episodes: the policy, beside the scripted human if there is one"""
     from PIL import Image
 
+    if isinstance(robot, RemoteRobot):
+        print("there is no policy.gif: the environment is in another process")
+        return
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
         players = {"human": lambda obs: robot.env.human()} | players
     frames = []
-    for seed in range(20_000, 20_000 + min(3, num_episodes)):
-        clips = [film(robot, player, act, seed) for player, act in players.items()]
-        for i in range(max(map(len, clips)) + 3):  # the last picture stays for a moment
-            pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
-            frame = Image.fromarray(np.concatenate(pictures, 1))
-            frames.append(frame.quantize(64, method=Image.Quantize.FASTOCTREE))
+    try:
+        for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
+            clips = [film(robot, player, act, seed) for player, act in players.items()]
+            for i in range(max(map(len, clips)) + 3):  # the last picture stays for a moment
+                pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
+                frame = Image.fromarray(np.concatenate(pictures, 1))
+                frames.append(frame.quantize(64, method=Image.Quantize.FASTOCTREE))
+    except Exception as error:  # a renderer can raise any type
+        print(f"there is no policy.gif: {error}")
+        return
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=250, loop=0)
 
 
@@ -1575,7 +1613,7 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self, panels: dict[str, list[str]], xlabel):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
@@ -1585,7 +1623,7 @@ class Run:
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, xlabel="environment steps", ylabel=ylabel)
+            axis = figure.add_subplot(1, len(panels), i, xlabel=xlabel, ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
@@ -1610,29 +1648,49 @@ class FirstOptions:
     resume: bool = False
 
 
+def default_options(env_id) -> dict:
+    if env_id == BUILT_IN:
+        return BAR_WORLD
+    return OWN_CLASS if ".py:" in env_id else {}
+
+
+FIXED = (  # options that --resume cannot change
+    "seed",
+    "env_id",
+    "setup_mode",
+    "image_keys",
+    "human",
+    "demo_paths",
+    "failure_paths",
+    "num_demos",
+    "hidden_size",
+    "layer_norm",
+    "num_critics",
+    "init_alpha",
+)
+
+
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     path = Path(typed.run_dir or "") / "args.json"
-    if not typed.resume or not path.exists():
-        options = {}
-        if typed.env_id == BUILT_IN:
-            options = BAR_WORLD
-            if os.environ.get("RANK", "0") == "0":  # of torchrun; one process prints
-                print(f"defaults for {BUILT_IN}: {options}")
-        return tyro.cli(Args, description=__doc__, default=Args(**options))
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # not checked, because a typed option may replace a bad one
-    for name, default in vars(Args()).items():
-        setattr(saved_args, name, saved.get(name, default))
-    args = tyro.cli(Args, description=__doc__, default=saved_args)
-    for name, value in asdict(args).items():
-        old_value = getattr(saved_args, name)
-        if name == "resume" or value == old_value:
+    options = default_options(typed.env_id)
+    is_resumed = typed.resume and path.exists()
+    if is_resumed:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        options = {name: saved[name] for name in vars(Args()) if name in saved}
+    if os.environ.get("RANK", "0") == "0":  # of torchrun; one process prints
+        print(f"defaults for {typed.env_id}: {options}")
+    defaults = Args()
+    for name, value in options.items():  # no check yet: a saved option may need a repair
+        setattr(defaults, name, value)
+    args = tyro.cli(Args, description=__doc__, default=defaults)
+    for name, value in options.items():
+        if not is_resumed or name == "resume" or getattr(args, name) == value:
             continue
-        if name in ("seed", "env_id", "setup_mode", "image_keys"):
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
-        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+        if name in FIXED:
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {value}")
+        print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
 
 
@@ -1649,28 +1707,48 @@ def write_checkpoint(path: Path, **state):
     os.replace(f"{path}.tmp", path)
 
 
-def save_run(run, agent, online_rb, demo_rb, progress):
-    """Write what --resume needs, which is latest.pth and the files of the buffers."""
-    online_rb.file.flush()
-    demo_rb.file.flush()
-    progress.online_records = online_rb.num_records
-    progress.demo_records = demo_rb.num_records
+def start_run(args, agent, robot) -> tuple[Run, Progress]:
+    """Open the folder of a run and write the data files to its records.bin, or continue it."""
+    print(f"action dims: {robot.layout.continuous} continuous, {robot.layout.gripper} gripper")
+    print(f"the policy sees {robot.obs_shapes}")
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
+    if args.resume and Path(args.run_dir, "latest.pth").exists():
+        run = Run(args)
+        return run, load_run(run, agent)
+    # A data file that cannot be used ends the run here, before it has a folder.
+    failures = read_demos(args.failure_paths, robot)
+    demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
+    for record in demos:
+        record["demos"] = 1
+    run = Run(args)
+    data = b"".join(record.tobytes() for record in failures + demos)
+    (run.dir / "records.bin").write_bytes(data)
+    return run, Progress()
+
+
+def save_run(run, agent, progress, record_file):
+    """Write what --resume needs: latest.pth and the end of records.bin."""
+    record_file.flush()
+    progress.num_bytes = record_file.tell()
     write_checkpoint(
         run.dir / "latest.pth", agent=agent.checkpoint(), progress=vars(progress), rows=run.rows
     )
 
 
 def load_run(run, agent) -> Progress:
-    """Restore the agent and the logged rows."""
-    device = agent.raw_alpha.device  # the losses of the next updates are there, too
+    """Restore the agent, the logged rows and records.bin, which a kill may have left too long."""
+    device = agent.raw_alpha.device  # the losses since the last logged line are there, too
     state = torch.load(run.dir / "latest.pth", map_location=device, weights_only=True)
-    agent.load(state["agent"], agent.args)
+    agent.restore(state["agent"])
     run.rows = state["rows"]
     if run.rows:
         run.start_time -= run.rows[-1]["time"]
     lines = [json.dumps(row) + "\n" for row in run.rows]
     (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     progress = Progress(**state["progress"])
+    os.truncate(run.dir / "records.bin", progress.num_bytes)
     print(f"resuming after step {progress.global_step}")
     return progress
 
@@ -1696,7 +1774,41 @@ class Signals:
             signal.signal(number, handler)
 
 
-# --- distributed ---
+# --- threads and ranks ---
+class ActorThread(threading.Thread):
+    """Takes environment steps with the newest published weights, and hands their records over.
+
+    After a step it waits for the learner: the two take turns. With --utd 0 it waits only where an
+    episode ends, because the learner evaluates and saves there.
+    """
+
+    def __init__(self, robot, steps, published, arrivals):
+        super().__init__(daemon=True)
+        self.robot = robot
+        self.steps = steps
+        self.published = published
+        self.arrivals = arrivals
+        self.may_continue = threading.Semaphore(0)
+        self.is_stopped = False
+
+    def run(self):
+        try:
+            for step in self.steps:  # all actors share this iterator
+                record = self.robot.take_turn(step, self.published["weights"])
+                self.arrivals.put((self, record))
+                if self.robot.args.utd or record["dones"]:
+                    self.may_continue.acquire()
+                if self.is_stopped:
+                    return
+        except BaseException as error:  # the learner raises it
+            self.arrivals.put((self, error))
+
+    def stop(self):
+        self.is_stopped = True
+        self.may_continue.release()
+        self.join()
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -1705,45 +1817,84 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def join_ranks():
-    """Join the other processes of torchrun, if there are any. Records and weights are on CPUs."""
+def join_ranks() -> dict:
+    """Join the other processes of torchrun, if there are any.  -> a group for each actor"""
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     if rank() > 0:
         sys.stdout = open(os.devnull, "w")  # one process prints
+    # Each actor has a group with the learner, so that no actor waits for another. The human who
+    # resets a robot may take longer than the usual limit of half an hour.
+    groups = {}
+    for peer in range(1, world_size()):
+        groups[peer] = dist.new_group([0, peer], timeout=timedelta(days=30))
+    return groups
 
 
-class RemoteRobot:
-    """A robot of another rank. Rank 0 sends a step and weights, and receives a record."""
+def send(data: bytes, peer, group):
+    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, group)
 
-    def __init__(self, record_dtype, peer):
-        self.record_dtype = record_dtype
+
+def receive(num_bytes, peer, group) -> bytes:
+    message = torch.empty(num_bytes, dtype=torch.uint8)
+    dist.recv(message, peer, group)
+    return message.numpy().tobytes()
+
+
+class RemoteRobot(Interface):
+    """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
+
+    A request has three numbers: that of an environment step, or the first seed of as many episodes
+    as the second number says. The third is 1 if new weights follow.
+    """
+
+    FACTS_SIZE = 2**16  # bytes
+
+    def __init__(self, args, peer, group):
         self.peer = peer
-        self.group = dist.new_group([0, peer])  # one per pair, so that no actor waits for another
+        self.group = group
+        self.sent_weights = None
+        facts = json.loads(receive(self.FACTS_SIZE, peer, group))
+        obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
+        super().__init__(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
 
-    def take_turn(self, step, weights):
-        """Called by rank 0"""
-        dist.send(torch.tensor([step]), self.peer, self.group)
-        dist.send(weights, self.peer, self.group)
-        message = torch.empty(self.record_dtype.itemsize, dtype=torch.uint8)
-        dist.recv(message, self.peer, self.group)
-        return message.numpy().view(self.record_dtype)[0]
+    def ask(self, number, num_episodes, weights) -> np.ndarray:
+        are_new = weights is not self.sent_weights
+        self.sent_weights = weights
+        dist.send(torch.tensor([number, num_episodes, are_new]), self.peer, self.group)
+        if are_new:
+            dist.send(weights, self.peer, self.group)
+        num_bytes = max(1, num_episodes) * self.record_dtype.itemsize
+        return np.frombuffer(receive(num_bytes, self.peer, self.group), self.record_dtype)
 
-    def stop(self):
-        dist.send(torch.tensor([-1]), self.peer, self.group)
+    def take_turn(self, step, weights) -> np.ndarray:
+        return self.ask(step, 0, weights)[0]
 
-    def serve(self, robot):
-        """Called by the other rank. Take turns until rank 0 sends -1."""
-        step = torch.tensor([0])
-        weights = robot.acting_agent.acting_weights()
-        while True:
-            dist.recv(step, 0, self.group)
-            if step < 0:
-                return
-            dist.recv(weights, 0, self.group)
-            record = robot.take_turn(step.item(), weights)
-            message = torch.frombuffer(bytearray(record.tobytes()), dtype=torch.uint8)
-            dist.send(message, 0, self.group)
+    def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
+        return self.ask(first_seed, num_episodes, weights)
+
+    def close(self):
+        dist.send(torch.tensor([-1, 0, 0]), self.peer, self.group)
+
+
+def serve(robot, group):
+    """Tell rank 0 what the robot observes and how it moves, then do what rank 0 asks for."""
+    facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
+    send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
+    weights = robot.acting_agent.acting_weights()
+    request = torch.tensor([0, 0, 0])
+    while True:
+        dist.recv(request, 0, group)
+        number, num_episodes, are_new = request.tolist()
+        if number < 0:
+            return robot.close()
+        if are_new:
+            dist.recv(weights, 0, group)
+        if num_episodes:
+            records = robot.play_episodes(number, num_episodes, weights)
+        else:
+            records = robot.take_turn(number, weights)
+        send(records.tobytes(), 0, group)
 
 
 if __name__ == "__main__":

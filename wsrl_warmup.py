@@ -38,8 +38,8 @@ What differs from SAC (arXiv:1812.05905) with every preset: the critic's target 
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
 Networks have LayerNorm, and the critics share its scale and bias.
 
-Shapes: N rows, F features of an observation, C action dims, E critics, T steps of an episode, M
-actions of the conservative term, K of them from each of three distributions.
+Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
+the conservative term, K of them from each of three distributions.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
@@ -136,7 +136,7 @@ class Args:
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
-    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
+    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
     checkpoint_path: str | None = None  # agent of the warm-up: written, or read with --learner
@@ -193,18 +193,20 @@ class Args:
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 0, and finite")
-        positive = "num_threads save_every eval_every eval_episodes hidden_size batch_size lr"
-        positive += " utd_ratio num_critics init_alpha buffer_size reward_scale demo_weight"
-        positive += " success_weight_bonus"
-        for name in positive.split():
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+        for name in (
+            "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
+            "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
+            "demo_weight", "success_weight_bonus",
+        ):  # fmt: skip
             if getattr(self, name) == 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be 0")
-        shares = "dropout gamma tau initial_offline_ratio offline_decay_rate min_offline_ratio"
-        shares += " retention_ratio priority_alpha"
-        for name in shares.split():
+        for name in (
+            "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
+            "min_offline_ratio", "retention_ratio", "priority_alpha",
+        ):  # fmt: skip
             if getattr(self, name) > 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at most 1")
+                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
         if self.online_steps and self.online_steps <= self.warmup_rollout_steps:
             raise ValueError(
                 "--online-steps must be 0 or more than --warmup-rollout-steps, "
@@ -279,13 +281,13 @@ class EnsembleLinear(nn.Module):
 
     def forward(self, x):
         x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # one column is slow as a matrix product
+        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
 
 class QEnsemble(nn.Module):
-    """E critics as one network of batched products.  (N,F), (N,C) -> (E,N)
+    """E critics as one network of batched products.  (N,D), (N,C) -> (E,N)
 
     Each critic has linear layers of its own. All share the scale and bias of LayerNorm.
     """
@@ -300,7 +302,7 @@ class QEnsemble(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Observations in units of their spread. Nothing is learned.  (N,F) -> (N,F)"""
+    """Observations in units of their spread. Nothing is learned.  (N,D) -> (N,D)"""
 
     def __init__(self, mean, std):
         super().__init__()
@@ -363,8 +365,8 @@ def return_to_go(rewards, gamma) -> np.ndarray:
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Some environments report success in the `info` of the last step. Without such a report, and
-    in data files, an episode succeeded if it terminated and only its last reward is positive."""
+    """Whether an episode succeeded. In some environments the info of the last step tells. Without
+    it, an episode succeeded if it terminated with its first positive reward."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -390,7 +392,8 @@ def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> f
 
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """One step of each optimizer.  -> 1 if a gradient was not finite and nothing changed, else 0"""
+    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -398,10 +401,10 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     loss.backward(inputs=parameters)  # the actor's loss leaves no gradient in the critics
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_bad = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_bad.device.type == "mps" and is_bad:  # its fused Adam ignores found_inf
+    if is_bad.device.type == "mps" and is_bad:  # fused Adam ignores found_inf on this device
         return is_bad
     for optimizer in optimizers:
-        optimizer.found_inf = is_bad  # fused Adam skips the step without waiting for the device
+        optimizer.found_inf = is_bad  # 1 makes fused Adam skip the step, as GradScaler does
         optimizer.step()
     return is_bad
 
@@ -409,7 +412,7 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
 class WarmupAgent(nn.Module):
     """Actor, critics and target networks. A batch is a dict of tensors:
 
-    obs, next_obs              (N,F)
+    obs, next_obs              (N,D)
     actions                    (N,C)  in [-1,1]
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
@@ -435,7 +438,7 @@ class WarmupAgent(nn.Module):
         self.actor = mlp(obs_dim, 2 * action_dim, args.hidden_size, args.layer_norm)
         if args.dropout:
             self.actor = add_dropout(self.actor, args.dropout)
-        # the inverse of the softplus in `alpha`
+        # `alpha` takes the softplus of this parameter, and here is its inverse.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("action_scale", torch.as_tensor(action_scale, dtype=torch.float32))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
@@ -452,9 +455,9 @@ class WarmupAgent(nn.Module):
     def noise(self, like):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
-    def policy(self, obs):
-        """Mean and standard deviation before the tanh.  (N,F) -> 2 x (N,C)"""
-        mean, log_std = self.actor(obs).chunk(2, -1)
+    def policy(self, features):
+        """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
+        mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
@@ -463,30 +466,30 @@ class WarmupAgent(nn.Module):
         # All devices are seeded, because dropout draws on the device of the network.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
-        obs = self.normalizer(batch["obs"])
-        next_obs = self.normalizer(batch["next_obs"])
 
         # 1 critics
         with torch.no_grad():
-            next_mean, next_std = self.policy(next_obs)
+            next_features = self.normalizer(batch["next_obs"])
+            next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
             if method == "bc":  # warm-up: cloning; its loss trains the mean action only
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
-            next_q = self.critic_target(next_obs, next_actions)  # (E,N)
+            next_q = self.critic_target(next_features, next_actions)  # (E,N)
             if args.num_sampled_critics < args.num_critics:  # REDQ (arXiv:2101.05982)
                 drawn = torch.randperm(args.num_critics)[: args.num_sampled_critics]
                 next_q = next_q[drawn.to(next_q.device)]
             next_value = next_q.min(0).values  # (N,)
             q_target = td_target(batch["rewards"], batch["masks"], next_value, args.gamma)
 
-        q_values = self.critic(obs, batch["actions"])  # (E,N)
+        features = self.normalizer(batch["obs"])
+        q_values = self.critic(features, batch["actions"])  # (E,N)
         td_errors = q_values - q_target
         # warm-up: weights
         critic_losses = {"critic_loss": (batch["weights"] * td_errors.square()).mean()}
 
         if method in ("cql", "calql") and args.cql_alpha:  # warm-up: conservative
-            gap = self.conservative_term(batch, obs, next_obs, q_values, method)
+            gap = self.conservative_term(batch, features, next_features, q_values, method)
             critic_losses["cql_loss"] = args.cql_alpha * gap
 
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
@@ -496,11 +499,11 @@ class WarmupAgent(nn.Module):
         if train_actor:
             alpha = self.alpha()
             self.actor.train()  # warm-up: overfitting; dropout is active only here
-            mean, std = self.policy(obs)
+            mean, std = self.policy(features)
             self.actor.eval()
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # SAC takes the minimum of the critics. RLPD and HIL-SERL take their mean.
-            objective = self.critic(obs, actions).mean(0) - alpha.detach() * logprobs
+            # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
+            objective = self.critic(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             # warm-up: weights
             actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
@@ -527,23 +530,23 @@ class WarmupAgent(nn.Module):
         stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,), error of the mean critic
         return {name: value.detach() for name, value in stats.items()}
 
-    def conservative_term(self, batch, obs, next_obs, q_values, method):
+    def conservative_term(self, batch, features, next_features, q_values, method):
         """Mean gap of CQL or Cal-QL. The weights of the rows are in the TD loss only, not here.
         Log-densities are in the units of the environment. That adds a constant to the loss."""
         num_rows, action_dim = batch["actions"].shape
         shape = (self.NUM_CQL_ACTIONS, num_rows, action_dim)
         with torch.no_grad():
-            uniform = 2 * torch.rand(shape).to(obs) - 1
+            uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (obs, next_obs):  # the critics judge all actions at s
+            for states in (features, next_features):  # the critics judge all actions at s
                 mean, std = self.policy(states)
                 sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
                 log_densities.append(logprobs)
         actions = torch.cat(actions)  # (M,N,C)
         log_densities = torch.cat(log_densities) - self.action_scale.log().sum()  # (M,N)
-        action_q = self.critic(obs.repeat(len(actions), 1), actions.flatten(0, 1))
+        action_q = self.critic(features.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
         if method == "calql":  # values of the policy are not pushed below the return of the data
             uniform_q, policy_q = action_q.split([len(uniform), 2 * len(uniform)], 1)
@@ -558,14 +561,14 @@ class WarmupAgent(nn.Module):
         targets         (N,)
         clone_errors    (N,)   squared distance between the mean action and the action of the row
         """
-        obs = self.normalizer(batch["obs"])
-        next_obs = self.normalizer(batch["next_obs"])
-        next_mean, _ = self.policy(next_obs)
-        next_value = self.critic_target(next_obs, next_mean.tanh()).min(0).values
+        features = self.normalizer(batch["obs"])
+        next_features = self.normalizer(batch["next_obs"])
+        next_mean, _ = self.policy(next_features)
+        next_value = self.critic_target(next_features, next_mean.tanh()).min(0).values
         rewards = self.args.reward_scale * batch["rewards"]
         targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
-        q_values = self.critic(obs, batch["actions"])
-        mean, _ = self.policy(obs)
+        q_values = self.critic(features, batch["actions"])
+        mean, _ = self.policy(features)
         return {
             "td_errors": q_values - targets,
             "targets": targets,
@@ -574,9 +577,9 @@ class WarmupAgent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
-        """The action `noise` standard deviations from the mean.  (F,) -> (C,) in [-1,1]"""
-        tensor = torch.from_numpy(obs)[None].to(self.raw_alpha.device)
-        mean, std = self.policy(self.normalizer(tensor))
+        """The action tanh(mean + noise * std).  (D,) -> (C,) in [-1,1]"""
+        features = self.normalizer(torch.from_numpy(obs)[None].to(self.raw_alpha.device))
+        mean, std = self.policy(features)
         return (mean.cpu() + std.cpu() * noise)[0].tanh().numpy()
 
     def checkpoint(self) -> dict:
@@ -590,7 +593,7 @@ class WarmupAgent(nn.Module):
         return copy.deepcopy(state)
 
     def restore(self, checkpoint):
-        """Weights, optimizers and counters of a checkpoint; the options stay as they are."""
+        """Take over weights, optimizers and counters. The options stay as they are."""
         self.load_state_dict(checkpoint["model"])
         for name in ("critic_optimizer", "actor_optimizer"):
             optimizer = getattr(self, name)
@@ -720,7 +723,7 @@ def to_tensors(rows, device):
 
 
 def random_numbers(seed, purpose: str, number):
-    """A generator for each (seed, purpose, number): there is no generator state to save."""
+    """A generator for each (seed, purpose, number). There is no generator state to save."""
     return np.random.default_rng([seed, *purpose.encode(), number])
 
 
@@ -756,7 +759,7 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     return batch, offline_slots, online_slots
 
 
-def train(
+def learn(
     agent,
     offline_rb,
     online_rb,
@@ -767,7 +770,7 @@ def train(
     train_actor=True,
     method="sac",
 ):
-    """Draw a batch, update the agent, and give the drawn rows new priorities."""
+    """Make one update, and give the drawn rows new priorities."""
     batch, offline_slots, online_slots = sample_mixed(
         agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
     )
@@ -886,7 +889,7 @@ def is_overfitting(heldout_errors, patience) -> bool:
 # --- main ---
 @dataclass
 class Progress:
-    """What --resume needs besides the agent, the buffers and the logged rows"""
+    """The state of a run besides the agent and the buffers"""
 
     warmup_updates: int = 0
     is_online: bool = False  # the warm-up is over
@@ -954,7 +957,7 @@ def main(args: Args) -> dict[str, float]:
         beta = priority_beta_schedule(
             progress.warmup_updates / (args.warmup_steps + args.online_steps)
         )
-        train(
+        learn(
             agent,
             offline_rb,
             online_rb,
@@ -1028,7 +1031,7 @@ def main(args: Args) -> dict[str, float]:
         beta = priority_beta_schedule(progress.global_step / total_steps)
         num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
         for i in range(num_updates):
-            train(
+            learn(
                 agent,
                 offline_rb,
                 online_rb,
@@ -1086,10 +1089,10 @@ def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
     progress.losses = []
     progress.window = []
     run.log({"global_step": progress.global_step} | row)
-    status = status_line(run.rows)
-    bar.set_postfix_str(status, refresh=False)
-    if bar.disable:  # the output is not a terminal: print lines instead of a bar
-        print(f"[{progress.global_step}/{bar.total}] {status}", flush=True)
+    newest = {}
+    for line in run.rows:
+        newest |= line
+    show_status(bar, newest)
 
 
 def print_switch(data_returns, policy_return):
@@ -1112,16 +1115,26 @@ def mean_of_each(rows: list[dict]) -> dict[str, float]:
     return dict(zip(columns, torch.stack(means).tolist(), strict=True))
 
 
-def status_line(rows: list[dict]) -> str:
-    """The newest value of each of these metrics"""
-    names = "losses/critic_loss losses/actor_loss losses/alpha_loss losses/alpha"
-    names += " buffer/offline_frac eval/episodic_return"
+STATUS = (
+    "losses/critic_loss",
+    "losses/actor_loss",
+    "losses/alpha_loss",
+    "losses/alpha",
+    "buffer/offline_frac",
+    "eval/episodic_return",
+)
+
+
+def show_status(bar, metrics: dict):
+    """Show the newest numbers beside the bar, or in a line of their own if this is no terminal."""
     shown = []
-    for name in names.split():
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if values:
-            shown.append(f"{name.split('/')[1]} {values[-1]:.3g}")
-    return " ".join(shown)
+    for name in STATUS:
+        if metrics.get(name) is not None:
+            shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
+    status = " ".join(shown)
+    bar.set_postfix_str(status, refresh=False)
+    if bar.disable:
+        print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
 
 
 def finish_run(args, run, agent, env):
@@ -1129,25 +1142,24 @@ def finish_run(args, run, agent, env):
     write_checkpoint(run.dir / "final_model.pth", **agent.checkpoint())
     if args.capture_video:
         write_video(run.dir / "policy.gif", agent, env)
-    run.finish(
-        {
-            "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
-            "offline share of a batch": ["buffer/offline_frac"],
-            "mean Q value": ["losses/q_values"],
-        }
-    )
+    panels = {
+        "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
+        "offline share of a batch": ["buffer/offline_frac"],
+        "mean Q value": ["losses/q_values"],
+    }
+    run.finish(panels, "updates of the warm-up, then environment steps")
     first = run.rows[0]["eval/episodic_return"]
     last = run.rows[-1]["eval/episodic_return"]
     steps = f"{run.rows[-1]['charts/env_steps']} environment steps"
     print(f"eval/episodic_return {first:.1f} -> {last:.1f}, {steps}, {run.rows[-1]['time']:.0f} s")
-    print(f"the pictures are in {run.dir}")
+    print(f"metrics and pictures are in {run.dir}")
     if args.checkpoint_path and not args.learner:
         files = f"--checkpoint-path {args.checkpoint_path}"
         if args.initial_offline_ratio:
             files += f" --demo-path {args.demo_path}"
         print(f"train online: python wsrl_warmup.py --learner {files}")
     else:
-        print(f"load the model: WarmupAgent.load('{run.dir}/final_model.pth')")
+        print(f"the model: {run.dir}/final_model.pth; WarmupAgent.load reads it")
 
 
 # --- task: environments ---
@@ -1165,7 +1177,7 @@ def make_gym_env(env_id):
     if isinstance(env.observation_space, gym.spaces.Dict):
         spaces = dict(env.observation_space)
     for key, space in spaces.items():
-        # (F,) and (1,F) are vectors. A Dict in a Dict has no shape.
+        # (D,) and (1,D) are vectors. A Dict in a Dict has no shape.
         if space.shape is None or max(space.shape, default=1) < math.prod(space.shape):
             sys.exit(f"{env_id} observes {key} as {space}: expected a vector")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
@@ -1289,22 +1301,22 @@ class DemoUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        if name == "dtype":  # numpy's own constants, to which a file cannot give false flags
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        if name == "dtype":  # a constant of numpy, because a file could give a new one false flags
             return lambda code, *_: self.DTYPES[code]
         return super().find_class(module, name)
 
 
 def read_transitions(path) -> list[dict]:
-    """A pickled list of transitions, or an .npz file with a column per name"""
+    """Read a pickled list of transitions, or an .npz with columns such as observations/image."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
     for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":
-            raise ValueError("big-endian numbers are not supported")
+        if argument == ">":  # so numpy marks the dtype of big-endian numbers
+            raise ValueError('it has the string ">", and big-endian numbers are not supported')
         if opcode.name == "LONG_BINPUT" and argument > len(data):
             raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
@@ -1536,11 +1548,8 @@ def pick_device(name: str, built_in: bool) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-XLABEL = "updates of the warm-up, then environment steps"
-
-
 class Run:
-    """The folder of a run: args.json, metrics.jsonl; at the end summary.json and curves.png."""
+    """The folder of a run: options, metrics, and at the end a summary and curves."""
 
     def __init__(self, args):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
@@ -1551,7 +1560,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
-        (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
         (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
@@ -1573,22 +1582,22 @@ class Run:
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
-    def finish(self, panels: dict[str, list[str]]):
+    def finish(self, panels: dict[str, list[str]], xlabel):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
         (self.dir / "summary.json").write_text(
             json.dumps(self.rows[-1], indent=2), encoding="utf-8"
         )
-        os.environ.pop("MPLBACKEND", None)  # a notebook's backend is not installed everywhere
+        os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
-            axis = figure.add_subplot(1, len(panels), i, xlabel=XLABEL, ylabel=ylabel)
+            axis = figure.add_subplot(1, len(panels), i, xlabel=xlabel, ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
                 values = [row[name] for row in rows]
-                window = 5 if name.startswith("charts/") else 1  # single episodes are noisy
+                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
                 recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
                 axis.plot(steps, values, ".", color=color, alpha=0.3)
                 axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
@@ -1598,6 +1607,7 @@ class Run:
             self.wandb.finish()
 
 
+# --- command line ---
 @dataclass
 class FirstOptions:
     """The options on which the defaults of the others depend."""
@@ -1663,6 +1673,13 @@ def parse_args() -> Args:
         if name not in STAGE_TWO and getattr(args, name) != value:
             print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
+
+
+def replace_text(path: Path, text: str):
+    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def write_checkpoint(path: Path, **state):

@@ -3,14 +3,10 @@
 import numpy as np
 import pytest
 
-from sac_hybrid import ActionLayout, Args, FrameBuffer, make_record_dtype, sample_batch
+from sac_hybrid import Args, FrameBuffer, SACHybridAgent, make_record_dtype, sample_batch, store
 
-OBS = dict(
-    image=np.zeros((2, 2, 3), np.uint8),
-    state=np.zeros(2, np.float32),
-    wrist=np.zeros((1, 2, 3), np.uint8),
-)
-RECORD = make_record_dtype(OBS, action_dim=3)
+SHAPES = dict(image=(2, 2, 3), state=(2,), wrist=(1, 2, 3))
+RECORD = make_record_dtype(SHAPES, action_dim=3)
 
 
 def record(start: int, end: int, actor=0):
@@ -60,7 +56,7 @@ def test_the_example_of_the_docstring():
 
 def test_a_frame_is_stored_once():
     """200 000 frames of 64 pixels take 2.46 GB, which is not touched before it is used."""
-    dtype = make_record_dtype({"image": np.zeros((64, 64, 3), np.uint8)}, action_dim=7)
+    dtype = make_record_dtype({"image": (64, 64, 3)}, action_dim=7)
     assert FrameBuffer(200_000, dtype).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)
 
 
@@ -124,60 +120,52 @@ def test_samples_are_uniform():
     assert len(counts) == len(buffer) and abs(counts - expected).max() < 6 * expected**0.5
 
 
-@pytest.mark.parametrize("capacity", [20, 50, 7])
-def test_a_file_continues_where_it_was_saved(tmp_path, capacity):
-    """A kill leaves records after the last save; a resumed buffer may have another size."""
-    path = tmp_path / "online_rb.bin"
-    buffer = FrameBuffer(20, RECORD, path)
-    buffer.load(0)
-    for step in range(31):
-        buffer.insert(record(step, step + 1))
-    for step in range(500, 510):  # written after the save
-        buffer.insert(record(step, step + 1))
-    buffer.file.close()
-    resumed = FrameBuffer(capacity, RECORD, path)
-    resumed.load(31)
-    uninterrupted = FrameBuffer(capacity, RECORD)
-    for step in range(31):
-        uninterrupted.insert(record(step, step + 1))
-    for each in (resumed, uninterrupted):
-        each.insert(record(31, 32))
-        each.insert(record(40, 41))
-    assert pairs(resumed) == pairs(uninterrupted) and (31, 32) in pairs(resumed)
-    assert resumed.num_frames == uninterrupted.num_frames
-    resumed.file.flush()
-    assert path.stat().st_size == 33 * RECORD.itemsize
+def test_who_acted_decides_where_a_record_goes():
+    """A demonstration, a step of the policy, a step of the human"""
+    online, demo = FrameBuffer(50, RECORD), FrameBuffer(50, RECORD)
+    for step, flags in enumerate((dict(demos=1), {}, dict(interventions=1))):
+        row = record(10 * step, 10 * step + 1)
+        for name, value in flags.items():
+            row[name] = value
+        store(row, online, demo)
+    assert pairs(online) == {(10, 11), (20, 21)} and pairs(demo) == {(0, 1), (20, 21)}
+
+
+def agent_with(num_grippers, **options):
+    args = Args(**dict(augment_pad=0, hidden_size=4) | options)
+    return SACHybridAgent(
+        ["image"], 3 - num_grippers, 3**num_grippers if num_grippers else 0, "cpu", args, SHAPES
+    )
 
 
 def test_a_batch_always_has_b_rows_and_the_last_are_demos():
-    args = Args(batch_size=9, augment_pad=0)
-    layout = ActionLayout(3, 1)
+    agent = agent_with(1, batch_size=9)
     online, demo, empty = (FrameBuffer(50, RECORD) for _ in range(3))
     online.insert(record(1, 2))
     demo.insert(record(7, 8))
-    assert not sample_batch(args, online, empty, layout, 0, "cpu")["is_demo"].any()
-    assert sample_batch(args, empty, demo, layout, 0, "cpu")["is_demo"].all()
-    batch = sample_batch(args, online, demo, layout, 0, "cpu")
+    assert not sample_batch(agent, online, empty)["is_demo"].any()
+    assert sample_batch(agent, empty, demo)["is_demo"].all()
+    batch = sample_batch(agent, online, demo)
     assert batch["is_demo"].tolist() == [False] * 5 + [True] * 4
     assert batch["obs"]["state"][:, 0].tolist() == [1] * 5 + [7] * 4
     assert batch["next_obs"]["state"][:, 0].tolist() == [2] * 5 + [8] * 4
     assert batch["actions"][:, 1].tolist() == [1] * 5 + [7] * 4
     assert batch["actions"].shape == (9, 2)
     assert batch["grasps"].tolist() == [2] * 9  # 1 and 7 both mean open
-    bc = Args(batch_size=9, augment_pad=0, algorithm="bc", num_demos=1)
-    assert sample_batch(bc, online, demo, layout, 0, "cpu")["is_demo"].all()
+    bc = agent_with(1, batch_size=9, algorithm="bc", num_demos=1)
+    assert sample_batch(bc, online, demo)["is_demo"].all()
 
 
 def test_a_batch_depends_on_seed_and_update_and_shifts_both_views():
-    layout = ActionLayout(3, 0)
     buffer = FrameBuffer(300, RECORD)
     empty = FrameBuffer(2, RECORD)
     for step in range(100):
         buffer.insert(record(3 * step, 3 * step + 1))
 
     def draw(update, **options):
-        args = Args(**dict(augment_pad=0) | options)
-        return sample_batch(args, buffer, empty, layout, update, "cpu")
+        agent = agent_with(0, **options)
+        agent.updates = update
+        return sample_batch(agent, buffer, empty)
 
     assert (draw(4)["actions"] == draw(4)["actions"]).all()
     assert (draw(4)["actions"] != draw(5)["actions"]).any()

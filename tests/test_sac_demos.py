@@ -20,7 +20,7 @@ from sac_hybrid import (
 )
 
 ROBOT = Robot(Args())
-RECORDS = make_demos(ROBOT, 3)
+RECORDS = make_demos(Args(), 3)
 
 
 def transitions_of(records):
@@ -102,7 +102,7 @@ def test_units_scalars_and_order(tmp_path):
 
 
 def test_masks_and_penalties_are_filled_in(tmp_path):
-    expert = transitions_of(make_demos(Robot(Args(human="expert")), 3))
+    expert = transitions_of(make_demos(Args(human="expert"), 3))
     bare = [{key: value for key, value in demo.items() if key != "masks"} for demo in expert]
     records = read(dump(tmp_path / "demo.pkl", bare))
     assert records["masks"].tolist() == [1.0 - demo["dones"] for demo in expert]
