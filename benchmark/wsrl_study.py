@@ -243,8 +243,8 @@ def switch(arm, seed):
     def judge(agent):
         @torch.no_grad()
         def best(obs):
-            features = agent.critic.encoder(torch.from_numpy(obs)[None]).expand(len(grid), -1)
-            return grid[agent.critic.qf(features, grid).mean(0).argmax()].numpy()
+            features = agent.normalizer(torch.from_numpy(obs)[None]).expand(len(grid), -1)
+            return grid[agent.critic(features, grid).mean(0).argmax()].numpy()
 
         returns = []
         for act in (agent.act, best):

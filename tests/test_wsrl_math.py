@@ -148,17 +148,20 @@ def test_the_conservative_term_reaches_the_loss():
 @pytest.mark.parametrize(
     "options", [{}, dict(num_critics=5), dict(layer_norm=False, bc_weight=2.0)]
 )
-@pytest.mark.parametrize("backup_entropy", [False, True])
-def test_the_core_is_that_of_sac_hybrid(options, backup_entropy, monkeypatch):
+def test_the_core_is_that_of_sac_hybrid(options):
     """Everything added off: the same losses and weights, bit for bit, after updates of both kinds."""
     shared = dict(hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, tau=0.01) | options
-    monkeypatch.setattr(Args, "backup_entropy", backup_entropy)
     ours = make_agent(**shared)
-    their_args = sac_hybrid.Args(**shared, backup_entropy=backup_entropy)
+    their_args = sac_hybrid.Args(**shared)
     theirs = sac_hybrid.SACHybridAgent([], A, 0, args=their_args, obs_shapes={"state": (D,)})
-    names = [name for name, _ in theirs.named_parameters()]
-    assert names == [name for name, _ in ours.named_parameters()]
-    theirs.load_state_dict(ours.state_dict(), strict=False)
+    names = {  # here the critic is the ensemble, there it has an encoder and a gripper, too
+        name: name.replace(".qf.", ".") for name, _ in theirs.named_parameters()
+    }
+    assert sorted(names.values()) == sorted(name for name, _ in ours.named_parameters())
+    weights = dict(ours.named_parameters())
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(weights[names[name]])
     for i in range(4):
         is_demo = torch.arange(N) < 5
         batch = make_batch(i) | {"is_cloned": is_demo}
@@ -168,8 +171,7 @@ def test_the_core_is_that_of_sac_hybrid(options, backup_entropy, monkeypatch):
         expected = theirs.update(their_batch, train_actor=i % 2 == 1)
         assert all(torch.equal(stats[name], expected[name]) for name in expected)
         assert set(stats) - set(expected) == {"td_errors"}
-    weights = dict(ours.named_parameters())
-    assert all(torch.equal(x, weights[name]) for name, x in theirs.named_parameters())
+    assert all(torch.equal(x, weights[names[name]]) for name, x in theirs.named_parameters())
 
 
 @pytest.mark.parametrize("move", [copy.deepcopy, lambda agent: agent.double().float()])
