@@ -273,6 +273,13 @@ def test_wrong_columns_end_in_one_line(tmp_path, others, words):
     refused(save(tmp_path / "a.npz", walk(**others)), "a.npz", *words)
 
 
+def recipe(name, monkeypatch, *words):
+    """Run a script of the page."""
+    page = (ROOT / "docs" / "wsrl_warmup.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    exec(re.search(rf"```python\n(# {name}\n.*?)```", page, re.S)[1], {})
+
+
 def test_the_minari_recipe_of_the_page(tmp_path, monkeypatch):
     columns = walk(4)
     parts = dict(
@@ -286,13 +293,67 @@ def test_the_minari_recipe_of_the_page(tmp_path, monkeypatch):
     data = types.SimpleNamespace(iterate_episodes=lambda: episodes)
     minari = types.SimpleNamespace(load_dataset=lambda name: {"a/b-v0": data}[name])
     monkeypatch.setitem(sys.modules, "minari", minari)
-    monkeypatch.setattr(sys, "argv", ["minari_to_npz.py", "a/b-v0", str(tmp_path / "a.npz")])
-    page = (ROOT / "docs" / "wsrl_warmup.md").read_text(encoding="utf-8")
-    exec(re.search(r"```python\n(# minari_to_npz.py\n.*?)```", page, re.S)[1], {})
+    recipe("minari_to_npz.py", monkeypatch, "a/b-v0", tmp_path / "a.npz")
     rows = read_source(str(tmp_path / "a.npz"), ENV)
     assert len(rows) == 8 and (rows["next_obs"][:4] == columns["next_observations"]).all()
     assert rows["masks"].tolist() == [1, 1, 1, 0] * 2
     assert [len(episode) for episode in split_episodes(rows)] == [4, 4]
+
+
+def test_a_data_set_of_the_real_minari(tmp_path, monkeypatch):
+    """Two episodes of Pendulum, which a time limit ends, written and read by the library"""
+    minari = pytest.importorskip("minari")
+    pytest.importorskip("jax")  # minari needs it to write a data set
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    env = minari.DataCollector(gym.make("Pendulum-v1", max_episode_steps=7))
+    played = []
+    for seed in range(2):
+        obs, _ = env.reset(seed=seed)
+        for _ in range(7):
+            action = env.action_space.sample()
+            next_obs, reward, _, _, _ = env.step(action)
+            played.append((obs, action / 2, reward, next_obs))
+            obs = next_obs
+    names = dict(algorithm_name="random", author="a", author_email="a@b.c")
+    env.create_dataset("pendulum/random-v0", code_permalink="https://example.org", **names)
+    env.close()
+    recipe("minari_to_npz.py", monkeypatch, "pendulum/random-v0", tmp_path / "a.npz")
+    rows = read_source(str(tmp_path / "a.npz"), ENV)
+    for row, (obs, action, reward, next_obs) in zip(rows, played, strict=True):
+        assert row["obs"] == pytest.approx(obs) and row["next_obs"] == pytest.approx(next_obs)
+        assert row["actions"] == pytest.approx(action) and row["rewards"] == pytest.approx(reward)
+    assert (rows["masks"] == 1).all()
+    assert [len(episode) for episode in split_episodes(rows)] == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["npz", "hdf5"])
+@pytest.mark.parametrize("with_next", [True, False], ids=["next", "no next"])
+def test_the_d4rl_recipe_of_the_page(kind, with_next, tmp_path, monkeypatch):
+    """Three episodes: one terminates, one is cut off by a time limit, one has no end in the file."""
+    parts = [walk(3), walk(3, start=10.0), walk(3, start=20.0)]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    data = {name: columns[name] for name in ("observations", "actions", "rewards")}
+    data |= dict(terminals=np.arange(9) == 2, timeouts=np.arange(9) == 5)
+    if with_next:
+        data["next_observations"] = columns["next_observations"]
+    source = tmp_path / f"source.{kind}"
+    if kind == "npz":
+        np.savez(source, **data)
+    else:
+        with pytest.importorskip("h5py").File(source, "w") as file:
+            for name, column in data.items():
+                file[name] = column
+            file["metadata/algorithm"] = "SAC"  # a group, as D4RL has it
+    recipe("d4rl_to_npz.py", monkeypatch, source, tmp_path / "a.npz")
+    rows = read_source(str(tmp_path / "a.npz"), ENV)
+    if with_next:
+        assert rows["masks"].tolist() == [1, 1, 0] + [1] * 6
+        assert [len(episode) for episode in split_episodes(rows)] == [3, 3, 3]
+        assert (rows["next_obs"] == columns["next_observations"]).all()
+    else:  # the last rows of the second and third episode have no next observation
+        assert rows["masks"].tolist() == [1, 1, 0, 1, 1, 1, 1]
+        assert [len(episode) for episode in split_episodes(rows)] == [3, 2, 2]
+        assert rows["next_obs"][:, 0].tolist()[3:] == [11, 12, 21, 22]
 
 
 def test_a_trajectory_cut_in_two_is_two(tmp_path):
