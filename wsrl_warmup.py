@@ -5,14 +5,14 @@
 # ///
 """SAC with an offline warm-up before online training: WSRL (arXiv:2412.07762) and its relatives.
 
-    read the offline data, weigh each row by its source and quality     (load_offline_data)
+    read the offline data, give each row a weight                       (load_offline_data)
     warm-up, `warmup_steps` times:                                      (main, first loop)
         draw a batch of offline rows                                    (sample_mixed)
         1 critics, 2 actor and temperature, 3 target networks           (agent.update)
     keep some of the offline rows, release the others                   (filter_offline_data)
     online, `online_steps` times:                                       (main, second loop)
         step the environment, store the transition in online_rb         (take_step)
-        `utd_ratio` times: draw from both buffers, update as above; the last one with the actor
+        `utd_ratio` times: draw from both buffers, update; the actor only the last time  (learn)
 
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
@@ -21,29 +21,30 @@ The SAC core is that of sac_hybrid.py. What is added, each with its marker in th
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the offline updates. The paper of WSRL uses this word for its first online steps,
-in which the policy is frozen. Here these steps are --warmup-rollout-steps.
+"Warm-up" means the offline updates. The WSRL paper uses this word for its first online steps, in
+which the policy is frozen. Here these steps are --warmup-rollout-steps.
 
-Two commands can share the work. The first one does the warm-up, writes --checkpoint-path and ends.
-The second one, with --learner, reads the files of the first one and trains online.
+You can split a run into two commands. The first one does the warm-up, writes --checkpoint-path and
+ends. The second one, with --learner, reads the files of the first one and trains online.
 
---preset chooses the method. design, the default, differs from WSRL:
+--preset chooses the method. The default, design, differs from WSRL in these points:
     - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
-    - no steps with a frozen policy; offline rows are kept and are a part of every batch
+    - no steps with a frozen policy; some offline rows are kept and are a part of every batch
     - prioritized draws, and weights of the rows in the losses
-wsrl follows the paper in all of this. rlpd follows arXiv:2302.02948. bc clones first. scratch has
-no data. The command line applies a preset; in Python write Args(**default_options(env_id, preset)).
+The preset wsrl follows the paper in these points. rlpd follows arXiv:2302.02948, bc clones before
+it goes online, and scratch uses no offline data. Only the command line applies a preset. In Python,
+Args(preset="wsrl") sets a name; write Args(**default_options(env_id, "wsrl")).
 
-What differs from SAC (arXiv:1812.05905) with every preset: the critic's target has no entropy
+What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
-Networks have LayerNorm, and the critics share its scale and bias.
+Observations are normalized. Networks have LayerNorm, and the critics share its scale and bias.
 
 Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
 the conservative term, K of them from each of three distributions.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
-    python wsrl_warmup.py --env-id MountainCarContinuous-v0 --offline-data-path demos.pkl
+    python wsrl_warmup.py --env-id MountainCarContinuous-v0 --offline-data-path your_demos.npz
 """
 
 import copy
@@ -82,7 +83,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # the preset's 5,000 exceed Pendulum's online_steps
+PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 would be more than its online_steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -105,7 +106,7 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # online as in rlpd: the baseline to beat (arXiv:2603.27400)
+    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -139,11 +140,11 @@ class Args:
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
-    checkpoint_path: str | None = None  # agent of the warm-up: written, or read with --learner
-    demo_path: str | None = None  # rows that the warm-up kept (None: filtered_demos.pkl beside it)
-    learner: bool = False  # second of two commands: read checkpoint_path and demo_path, go online
+    checkpoint_path: str | None = None  # file for the agent after the warm-up (read if --learner)
+    demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl in that folder)
+    learner: bool = False  # second command: read checkpoint_path and demo_path, train online
     make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
-    expert_path: str | None = None  # final_model.pth that plays for --make-data (None: a script)
+    expert_path: str | None = None  # final_model.pth of the expert of --make-data (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
@@ -163,8 +164,8 @@ class Args:
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
-    obs_noise: float = 0.0  # noise on offline observations, in units of their std
-    early_stop_patience: int = 0  # end the warm-up this many checks after the best (0: off)
+    obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
+    early_stop_patience: int = 0  # checks after the best one that end the warm-up (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -176,11 +177,11 @@ class Args:
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
-    initial_offline_ratio: float = 1.0  # offline share of a batch before the first online step
+    initial_offline_ratio: float = 1.0  # offline share of a batch when the online steps begin
     offline_decay_rate: float = 0.999  # factor on this share per online step
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # rows with the most of it
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the highest
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -226,6 +227,11 @@ class Args:
             )
         if self.checkpoint_path and not self.learner and not self.warmup_steps:
             raise ValueError("--checkpoint-path needs --learner or --warmup-steps of 1 or more")
+        keeps_some = 0 < self.retention_ratio < 1 and self.retention_by == "td_error"
+        if keeps_some and not self.warmup_steps and not self.learner:
+            raise ValueError(
+                "without --warmup-steps, --retention-by td_error has no trained critic"
+            )
         if self.has_data() and not self.needs_data():
             raise ValueError("the data paths would not be read: there is no warm-up")
         if self.resume and not self.run_dir:
@@ -245,7 +251,7 @@ class Args:
         return self.checkpoint_path is not None and not self.learner
 
 
-WSRLConfig = Args  # another name of the options, for imports
+WSRLConfig = Args  # alias for imports: the name in the design that the script started from
 
 
 # --- networks ---
@@ -302,7 +308,7 @@ class QEnsemble(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Observations in units of their spread. Nothing is learned.  (N,D) -> (N,D)"""
+    """Subtract the mean of the observations, divide by their spread.  (N,D) -> (N,D)"""
 
     def __init__(self, mean, std):
         super().__init__()
@@ -339,23 +345,23 @@ def normalize_weights(weights):
     return weights / weights.mean()
 
 
-def offline_ratio_at(args, env_steps) -> float:
+def offline_ratio_at(args, env_steps) -> float:  # warm-up: replay
     """Offline share of a batch after this many online steps"""
     decayed = args.initial_offline_ratio * args.offline_decay_rate**env_steps
     return max(args.min_offline_ratio, decayed)
 
 
-def priority_beta_schedule(t) -> float:
+def priority_beta_schedule(t) -> float:  # warm-up: replay
     """Exponent of the importance weights: 0.4 at the start of the run (t = 0), 1 at its end"""
     return 0.4 + 0.6 * min(1.0, t)
 
 
-def return_to_go(rewards, gamma) -> np.ndarray:
+def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    The sum stops where the data stop. After a time limit, rewards are missing: a third of the sum
-    100 steps before the end, if gamma is 0.99. If rewards are negative, as in Pendulum, G is then
-    too high, and Cal-QL is less conservative."""
+    A time limit cuts the sum. With constant rewards and gamma 0.99, G lacks 37 % of its value 100
+    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
+    less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -373,7 +379,9 @@ def has_succeeded(rewards, terminated, info=()) -> bool:
     return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
-def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> float:
+def compute_data_quality(  # warm-up: weights
+    trajectory, return_range=(0.0, 1.0), max_length=1
+) -> float:
     """Mean of three scores in [0,1]: success, return within its range, and length."""
     low, high = return_range
     terminated = trajectory["masks"][-1] == 0
@@ -416,19 +424,18 @@ class WarmupAgent(nn.Module):
     actions                    (N,C)  in [-1,1]
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
-    is_cloned                  (N,)   1 on rows that cloning imitates, see mark_cloned_rows
+    is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
 
-    def __init__(self, obs_mean, obs_std, action_scale, device="cpu", args=None):
-        """action_scale: half the range of each action dim, in units of the environment"""
+    def __init__(self, obs_mean, obs_std, action_dim, device="cpu", args=None):
         super().__init__()
         args = args or Args()
         torch.manual_seed(args.seed)
         self.args = args
+        self.action_dim = action_dim
         obs_dim = len(obs_mean)
-        action_dim = len(action_scale)
         self.target_entropy = -0.5 * action_dim
         self.normalizer = Normalizer(obs_mean, obs_std)
         self.critic = QEnsemble(
@@ -440,7 +447,6 @@ class WarmupAgent(nn.Module):
             self.actor = add_dropout(self.actor, args.dropout)
         # `alpha` takes the softplus of this parameter, and here is its inverse.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
-        self.register_buffer("action_scale", torch.as_tensor(action_scale, dtype=torch.float32))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
         self.to(device).eval()
@@ -472,7 +478,7 @@ class WarmupAgent(nn.Module):
             next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
-            if method == "bc":  # warm-up: cloning; its loss trains the mean action only
+            if method == "bc":  # warm-up: cloning; no loss trains the standard deviation
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
             next_q = self.critic_target(next_features, next_actions)  # (E,N)
@@ -531,21 +537,20 @@ class WarmupAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """Mean gap of CQL or Cal-QL. The weights of the rows are in the TD loss only, not here.
-        Log-densities are in the units of the environment. That adds a constant to the loss."""
-        num_rows, action_dim = batch["actions"].shape
-        shape = (self.NUM_CQL_ACTIONS, num_rows, action_dim)
+        """Mean gap of CQL or Cal-QL. It has no weights of rows; only the TD loss has them."""
+        num_rows = len(features)
+        shape = (self.NUM_CQL_ACTIONS, num_rows, self.action_dim)
         with torch.no_grad():
             uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # the critics judge all actions at s
+            for states in (features, next_features):  # Q below is Q(s,a) for all of these actions
                 mean, std = self.policy(states)
                 sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
                 log_densities.append(logprobs)
         actions = torch.cat(actions)  # (M,N,C)
-        log_densities = torch.cat(log_densities) - self.action_scale.log().sum()  # (M,N)
+        log_densities = torch.cat(log_densities)  # (M,N)
         action_q = self.critic(features.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
         if method == "calql":  # values of the policy are not pushed below the return of the data
@@ -555,7 +560,7 @@ class WarmupAgent(nn.Module):
 
     @torch.no_grad()
     def judge(self, batch) -> dict:
-        """Errors on rows of a buffer, without training and without random numbers
+        """Errors on rows of a buffer. Nothing is trained, and nothing is random.
 
         td_errors       (E,N)  for the mean action in the next state
         targets         (N,)
@@ -564,7 +569,8 @@ class WarmupAgent(nn.Module):
         features = self.normalizer(batch["obs"])
         next_features = self.normalizer(batch["next_obs"])
         next_mean, _ = self.policy(next_features)
-        next_value = self.critic_target(next_features, next_mean.tanh()).min(0).values
+        next_q = self.critic_target(next_features, next_mean.tanh())
+        next_value = next_q[: self.args.num_sampled_critics].min(0).values  # as many as in training
         rewards = self.args.reward_scale * batch["rewards"]
         targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
         q_values = self.critic(features, batch["actions"])
@@ -588,6 +594,7 @@ class WarmupAgent(nn.Module):
             critic_optimizer=self.critic_optimizer.state_dict(),
             actor_optimizer=self.actor_optimizer.state_dict(),
             updates=self.updates,
+            action_dim=self.action_dim,
             args=asdict(self.args),
         )
         return copy.deepcopy(state)
@@ -607,7 +614,7 @@ class WarmupAgent(nn.Module):
         checkpoint = read_checkpoint(path)
         model = checkpoint["model"]
         mean, std = model["normalizer.mean"], model["normalizer.std"]
-        agent = cls(mean, std, model["action_scale"], device, Args(**checkpoint["args"]))
+        agent = cls(mean, std, checkpoint["action_dim"], device, Args(**checkpoint["args"]))
         agent.restore(checkpoint)
         return agent
 
@@ -628,10 +635,10 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return min(self.num_written, len(self.rows))
 
     def extend(self, rows) -> np.ndarray:
-        """Write rows behind the newest one.  -> their slots (N,)"""
+        """Write rows after the newest one.  -> their slots (N,)"""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
-        self.priorities[slots] = self.max_priority  # nothing is known about a new row
+        self.priorities[slots] = self.max_priority  # the TD error of a new row is not known
         self.num_written += len(rows)
         return slots
 
@@ -643,7 +650,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
             return rng.integers(len(self), size=num_rows), np.ones(num_rows)
         cumsum = self.priorities[: len(self)].cumsum()
         slots = cumsum.searchsorted(rng.random(num_rows) * cumsum[-1], side="right")
-        slots = slots.clip(max=len(self) - 1)  # rounding must not lead beyond the last row
+        slots = slots.clip(max=len(self) - 1)  # after rounding, a number may exceed the sum
         probabilities = self.priorities[slots] / cumsum[-1]
         return slots, (len(self) * probabilities) ** -beta
 
@@ -695,9 +702,11 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
     return np.concatenate(priorities)
 
 
-def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", agent=None):
-    """A new buffer with this share of the rows, those with the highest values of `retention_by`. The
-    memory of the others is released. `agent` is needed for td_error, the default of --retention-by."""
+def filter_offline_data(  # warm-up: replay
+    buffer, retention_ratio=0.2, retention_by="quality", agent=None
+):
+    """A new buffer with this share of the rows: those with the highest values of `retention_by`.
+    td_error, which the command line takes by default, needs the agent."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -744,8 +753,8 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
         for name in ("obs", "next_obs"):
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
-    # warm-up: weights; the actor fits no target, so importance does not correct its loss
-    critic_weights = importance / importance.max()
+    # warm-up: weights; importance corrects the loss of the critics only
+    critic_weights = importance / importance.max()  # as in PER; the mean becomes 1 below
     if args.weighted_loss != "none":
         critic_weights = critic_weights * rows["weights"]
     actor_weights = np.ones(len(rows), np.float32)
@@ -814,11 +823,10 @@ def play_episode(env, act, seed):
 
 
 def explore(agent, obs, env_step, rng) -> np.ndarray:
-    """A sample of the policy. During the first steps of an untrained agent, a random action"""
-    action_dim = len(agent.action_scale)
+    """A sample of the policy, or a random action in the first steps of an untrained agent"""
     if agent.updates == 0 and env_step <= agent.args.warmup_rollout_steps:
-        return rng.uniform(-1, 1, action_dim).astype(np.float32)
-    return agent.act(obs, torch.from_numpy(rng.standard_normal(action_dim, np.float32)))
+        return rng.uniform(-1, 1, agent.action_dim).astype(np.float32)
+    return agent.act(obs, torch.from_numpy(rng.standard_normal(agent.action_dim, np.float32)))
 
 
 def take_step(agent, env, obs, env_step):
@@ -836,7 +844,7 @@ def take_step(agent, env, obs, env_step):
     row["next_obs"] = next_obs
     row["actions"] = action
     row["rewards"] = reward
-    row["masks"] = not terminated  # after a time limit the value continues
+    row["masks"] = not terminated  # a time limit does not end the value
     row["weights"] = 1.0
     if not (terminated or truncated):
         return row, next_obs, {}
@@ -881,7 +889,7 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
 
 
 def is_overfitting(heldout_errors, patience) -> bool:
-    """Whether the smallest error is `patience` checks old"""
+    """True if the last `patience` checks were not better than an earlier one"""
     best_check = heldout_errors.index(min(heldout_errors))
     return len(heldout_errors) - 1 - best_check >= patience
 
@@ -924,11 +932,12 @@ def main(args: Args) -> dict[str, float]:
         rows, heldout_rows, progress.data_returns = load_offline_data(args, env)
         progress.heldout = to_tensors(heldout_rows, "cpu")
     mean, std = obs_statistics(env.observation_space, rows["obs"])
-    agent = WarmupAgent(mean, std, env.action_scale, device, args)
+    agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     online_rb = PrioritizedReplayBuffer(args.buffer_size, row_dtype, alpha)
     offline_rb = PrioritizedReplayBuffer(len(rows), row_dtype, alpha)
     offline_rb.extend(rows)
+    del rows  # the buffer has a copy, and retention releases the rows that it does not keep
     if args.learner and not is_resumed:
         agent.restore(read_checkpoint(args.checkpoint_path))
         progress.warmup_updates = agent.updates
@@ -941,6 +950,8 @@ def main(args: Args) -> dict[str, float]:
     signals = Signals()
     if is_resumed:
         progress, offline_rb = load_run(run, agent, online_rb)
+        if args.early_stop_patience and not progress.is_online and not len(progress.heldout["obs"]):
+            sys.exit("--resume cannot add --early-stop-patience: no episodes were held out")
     last_env_step = 0 if args.ends_after_warmup() else args.online_steps
     last_step = max(progress.warmup_updates, args.warmup_steps) + last_env_step
     if not run.rows:
@@ -979,6 +990,7 @@ def main(args: Args) -> dict[str, float]:
         if is_over:
             progress.is_online = True
             if progress.best_agent:
+                # The number of updates goes on, and with it the seeds of draws and noise.
                 agent.restore(progress.best_agent | {"updates": agent.updates})
                 progress.best_agent = None
             offline_rb = filter_offline_data(
@@ -996,7 +1008,7 @@ def main(args: Args) -> dict[str, float]:
             log_line(run, agent, offline_rb, online_rb, progress, row, bar)
         bar.update()
 
-        # 5 save; the files of the first command before latest.pth, from which a resumed run goes on
+        # 5 save; latest.pth is last: if a kill prevents it, the resumed run repeats this end
         if is_over and args.checkpoint_path:
             write_transitions(args.demo_path, offline_rb.rows, env)
             write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
@@ -1148,10 +1160,11 @@ def finish_run(args, run, agent, env):
         "mean Q value": ["losses/q_values"],
     }
     run.finish(panels, "updates of the warm-up, then environment steps")
-    first = run.rows[0]["eval/episodic_return"]
-    last = run.rows[-1]["eval/episodic_return"]
+    returns = [row["eval/episodic_return"] for row in run.rows if "eval/episodic_return" in row]
     steps = f"{run.rows[-1]['charts/env_steps']} environment steps"
-    print(f"eval/episodic_return {first:.1f} -> {last:.1f}, {steps}, {run.rows[-1]['time']:.0f} s")
+    print(
+        f"eval/episodic_return {returns[0]:.1f} -> {returns[-1]:.1f}, {steps}, {run.rows[-1]['time']:.0f} s"
+    )
     print(f"metrics and pictures are in {run.dir}")
     if args.checkpoint_path and not args.learner:
         files = f"--checkpoint-path {args.checkpoint_path}"
@@ -1177,7 +1190,7 @@ def make_gym_env(env_id):
     if isinstance(env.observation_space, gym.spaces.Dict):
         spaces = dict(env.observation_space)
     for key, space in spaces.items():
-        # (D,) and (1,D) are vectors. A Dict in a Dict has no shape.
+        # Shapes (D,) and (1,D) are vectors. The space of a nested Dict has no shape.
         if space.shape is None or max(space.shape, default=1) < math.prod(space.shape):
             sys.exit(f"{env_id} observes {key} as {space}: expected a vector")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
@@ -1190,7 +1203,7 @@ def make_gym_env(env_id):
 
 
 def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition in [-1,1], and what is known of its episode"""
+    """A row of a buffer: a transition with its action in [-1,1], and ratings of its episode"""
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
@@ -1199,7 +1212,7 @@ def make_row_dtype(env) -> np.dtype:
 
 
 def env_units(env, actions) -> np.ndarray:
-    """Actions in [-1,1] become those of the environment."""
+    """From [-1,1] to the units of the environment"""
     return (env.action_center + env.action_scale * actions).astype(np.float32)
 
 
@@ -1211,7 +1224,8 @@ def obs_statistics(space, obs):
     half_range = (high - low) / 2
     if len(obs) == 0:
         return (high + low) / 2, np.where(half_range > 0, half_range, 1.0)
-    # One demo may never leave the top of the swing: a spread near 0 would blow up other states.
+    # In one demo the pendulum may always be upright. Dividing by a spread near 0 would make all
+    # other states huge.
     std = np.maximum(obs.std(0), 0.3 * half_range * is_bounded)
     return obs.mean(0), np.where(std < 1e-6, 1.0, std)
 
@@ -1429,7 +1443,7 @@ def load_offline_data(args, env):
 
 
 def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Every tenth episode judges the warm-up. A clone is judged on episodes that it would imitate.
+    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
     -> training episodes, held-out episodes"""
     training = []
     heldout = []
@@ -1442,7 +1456,7 @@ def hold_out(episodes, is_clone):  # warm-up: overfitting
         else:
             training.append(episode)
     if not heldout:
-        sys.exit("--early-stop-patience needs ten episodes or more, with bc ten that are cloned")
+        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
     return training, heldout
 
 
@@ -1463,13 +1477,15 @@ def rate_episodes(args, episodes: dict[str, list]):
             fill_in(episode, "quality", quality)
             fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
     # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
-    bar = 0.0
+    threshold = 0.0
     if every_episode:
-        bar = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
+        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
     for source, source_episodes in episodes.items():
         for episode in source_episodes:
-            is_good = episode["quality"] >= bar
-            fill_in(episode, "is_cloned", source == "demos" if "demos" in episodes else is_good)
+            is_cloned = source == "demos"
+            if "demos" not in episodes:
+                is_cloned = episode["quality"] >= threshold
+            fill_in(episode, "is_cloned", is_cloned)
 
 
 def fill_in(episode, column, values):
@@ -1487,19 +1503,24 @@ def write_transitions(path, rows, env):
 
 
 def check_paths(args):
-    """End with a sentence before anything is written."""
+    """Exit with a message before anything is written."""
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
-        sys.exit("the warm-up needs --offline-data-path; --make-data can write such files")
+        sys.exit(
+            f"there are no offline data for {args.env_id}: give --offline-data-path, which "
+            "--make-data can write, or --preset scratch"
+        )
     for path in (args.checkpoint_path, args.demo_path):
         if path and not args.learner and Path(path).exists():
             sys.exit(f"{path} already exists; the warm-up overwrites nothing")
+        if path and not args.learner and not Path(path).parent.is_dir():
+            sys.exit(f"{path} cannot be written: its folder does not exist")
 
 
 # --- video ---
 def draw_pendulum(obs):
-    """Pendulum-v1 draws itself only where pygame is installed.  -> picture of the rod"""
+    """A picture of the rod. Pendulum-v1 itself needs pygame to draw."""
     from PIL import Image, ImageDraw
 
     cos, sin, _ = obs
@@ -1655,7 +1676,7 @@ def saved_options(typed: FirstOptions) -> dict:
 
 
 def parse_args() -> Args:
-    """The defaults are those of the task and the preset, or else the options that were saved."""
+    """The defaults are the saved options, if there are any, else those of task and preset."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     preset = typed.preset if typed.preset in PRESETS else "design"  # tyro reports a wrong one below
     saved = saved_options(typed)

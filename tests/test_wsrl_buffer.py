@@ -35,7 +35,7 @@ def buffer(n, alpha=0.6, **columns):
 
 def make_agent(**options):
     args = Args(**dict(hidden_size=16, batch_size=32) | options)
-    return WarmupAgent(np.zeros(D), np.ones(D), [1.0] * A, args=args)
+    return WarmupAgent(np.zeros(D), np.ones(D), A, args=args)
 
 
 def filled(td_errors, alpha=0.6):
@@ -169,7 +169,7 @@ def test_rewards_and_returns_are_scaled_when_they_are_drawn():
 
 def test_noise_on_observations_is_in_their_standard_deviations():
     args = Args(hidden_size=16, batch_size=4_000)
-    agent = WarmupAgent(np.zeros(D), np.array([1.0, 2.0, 4.0]), [1.0] * A, args=args)
+    agent = WarmupAgent(np.zeros(D), np.array([1.0, 2.0, 4.0]), A, args=args)
     rb, nothing = buffer(4, obs=5.0), PrioritizedReplayBuffer(9, DTYPE, 0.6)
     batch, _, _ = sample_mixed(agent, rb, nothing, 1.0, 0.4, obs_noise=0.1)
     assert batch["obs"].mean(0).tolist() == pytest.approx([5, 5, 5], abs=0.05)

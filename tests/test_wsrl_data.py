@@ -411,7 +411,7 @@ def test_early_stopping_needs_episodes_to_hold_out(tmp_path):
     path = save(tmp_path / "a.npz", walk(dones=LAST))
     with pytest.raises(SystemExit, match="ten episodes"):
         load(path, early_stop_patience=1)
-    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0)
+    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0, retention_ratio=1.0)
     assert (len(rows), len(heldout)) == (6, 0)
 
 

@@ -24,9 +24,9 @@ from wsrl_warmup import (
 N, D, A = 12, 4, 2
 
 
-def make_agent(scale=1.0, **options):
+def make_agent(**options):
     args = Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options)
-    return WarmupAgent(np.zeros(D), np.ones(D), [scale] * A, args=args)
+    return WarmupAgent(np.zeros(D), np.ones(D), A, args=args)
 
 
 def make_batch(seed=0):
@@ -93,7 +93,7 @@ def test_cql_and_calql():
 
 
 def slow_cql(agent, batch, returns=None):
-    """The gap row by row and critic by critic, with torch's own distributions; scale 2: actions are within +-2."""
+    """The gap row by row and critic by critic, with torch's own distributions"""
     torch.manual_seed(5)
     count = agent.NUM_CQL_ACTIONS
     actions, logs = [torch.rand(count, N, A) * 2 - 1], []
@@ -102,13 +102,10 @@ def slow_cql(agent, batch, returns=None):
         sampled = (mean + std * torch.randn(count, N, A)).tanh()
         actions.append(sampled)
         normal = torch.distributions.Normal(mean.double(), std.double())
-        bounds = [
-            torch.distributions.TanhTransform(),
-            torch.distributions.AffineTransform(0.0, 2.0),
-        ]
+        bounds = [torch.distributions.TanhTransform()]
         squashed = torch.distributions.TransformedDistribution(normal, bounds)
-        logs.append(squashed.log_prob(2 * sampled.double()).sum(-1))
-    uniform, total = 2 * -1.386294, 0.0  # of two dims of +-2
+        logs.append(squashed.log_prob(sampled.double()).sum(-1))
+    uniform, total = 2 * -0.693147, 0.0  # of two dims of +-1
     data = agent.critic(batch["obs"], batch["actions"])
     for n in range(N):
         for e in range(len(data)):
@@ -125,7 +122,7 @@ def slow_cql(agent, batch, returns=None):
 
 @pytest.mark.parametrize("method", ["cql", "calql"])
 def test_the_conservative_term_against_a_slow_one(method):
-    agent, batch = make_agent(scale=2.0, num_critics=3), make_batch()
+    agent, batch = make_agent(num_critics=3), make_batch()
     batch["returns"] = torch.linspace(-0.5, 0.5, N)
     with torch.no_grad():
         expected = slow_cql(agent, batch, batch["returns"] if method == "calql" else None)
@@ -278,9 +275,21 @@ def test_an_update_seeds_every_device(monkeypatch):
     assert seeds == [2_000_006, 2_000_007]
 
 
+def test_errors_are_judged_with_as_many_critics_as_training_draws():
+    agent, batch = make_agent(num_critics=4, reward_scale=0.5), make_batch()
+    judged = agent.judge(batch)
+    next_mean, _ = agent.policy(batch["next_obs"])
+    next_q = agent.critic_target(batch["next_obs"], next_mean.tanh())
+    target = 0.5 * batch["rewards"] + 0.97 * torch.minimum(next_q[0], next_q[1])
+    assert torch.allclose(judged["targets"], target)
+    assert judged["td_errors"].shape == (4, N)
+    distance = (agent.policy(batch["obs"])[0].tanh() - batch["actions"]).square().sum(1)
+    assert torch.allclose(judged["clone_errors"], distance)
+
+
 def test_load_gives_the_same_agent(tmp_path):
     args = Args(hidden_size=16, dropout=0.1)
-    agent = WarmupAgent(np.full(D, 0.5), np.ones(D), [1.0] * A, args=args)
+    agent = WarmupAgent(np.full(D, 0.5), np.ones(D), A, args=args)
     for i in range(3):
         agent.update(make_batch(i))
     torch.save(agent.checkpoint(), tmp_path / "final_model.pth")

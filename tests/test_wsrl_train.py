@@ -406,8 +406,8 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
     with monkeypatch.context() as patch, error:
         patch.setattr(gym.wrappers.RecordEpisodeStatistics, "step", broken)
         run(tmp_path / "run", data)
-    saved = state(tmp_path / "run")["progress"]["global_step"]
-    assert saved == {"signal": 20 + 11}.get(fault, 20 + 1)
+    saved = state(tmp_path / "run")["progress"]
+    assert (saved["warmup_updates"], saved["env_steps"]) == (20, 11 if fault == "signal" else 1)
     with pytest.raises(SystemExit, match="already exists"):
         run(tmp_path / "run", data)  # no run overwrites another
     run(tmp_path / "run", data, resume=True)
@@ -647,6 +647,8 @@ def test_names_of_the_design_document():
         (dict(offline_data_path=["absent.npz"]), "absent.npz"),
         (dict(checkpoint_path=__file__), "overwrites nothing"),
         (dict(checkpoint_path="w", demo_path=__file__), "overwrites nothing"),
+        (dict(checkpoint_path="absent/warm.pth"), "absent/warm.pth cannot be written"),
+        (dict(env_id="MountainCarContinuous-v0", warmup_steps=0, retention_ratio=1.0), "scratch"),
     ],
 )
 def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, words, tmp_path):
@@ -671,7 +673,8 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(learner=True, checkpoint_path="w"),
         dict(PRESETS["wsrl"], learner=True, checkpoint_path="w", demo_path="x.pkl"),
         dict(PRESETS["scratch"], offline_data_path=["a.npz"]),
-        dict(warmup_steps=0, checkpoint_path="w"),
+        dict(warmup_steps=0, checkpoint_path="w", retention_ratio=1.0),
+        dict(warmup_steps=0),  # an untrained critic would choose the rows
         dict(PRESETS["rlpd"], checkpoint_path="w"),
         dict(demo_weight=-1.0),
         dict(success_weight_bonus=0.0),
