@@ -15,30 +15,30 @@
             1 critics, 2 actor and temperature, 3 target networks             (agent.update)
         publish a copy of the weights to the actor
 
-SAC moves the arm. Double DQN on the same encoder chooses the command of the gripper: close, stay or
-open. In the built-in environment an arm lifts a bar that only a camera shows. Its scripted human
-trembles, makes mistakes, and moves at half the speed that is possible. Imitation succeeds less
-often than this human. Reinforcement learning succeeds as often, and it needs half as many steps for
-an episode (docs/sac_hybrid.md has the measurements).
+SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
+open. In the built-in environment an arm lifts a bar whose position only the image shows. Its
+scripted human trembles, makes mistakes, and moves at half the maximum speed. Imitation succeeds
+less often than this human. Reinforcement learning succeeds as often, in half as many steps
+(docs/sac_hybrid.md has the measurements).
 
 wsrl_warmup.py has the same SAC. These parts are added here, each with its marker:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
     hybrid: grasp    - the critic of the gripper
-    hybrid: cloning  - a loss that clones the motion of the arm from demonstrations (--bc-weight)
+    hybrid: cloning  - a behavior-cloning loss for the motion of the arm (--bc-weight)
 
 What differs from HIL-SERL:
 - There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
-- Actor and learner take turns (--utd). HIL-SERL lets both run freely, which is --utd 0 here.
-- A time limit does not end the value of a state. The best policy of several evaluations is kept.
-- The critics share the scale and bias of LayerNorm. HIL-SERL has no loss that clones.
+- Actor and learner take turns (--utd). HIL-SERL is asynchronous, which is --utd 0 here.
+- The target bootstraps at a time limit. final_model.pth is the policy with the best evaluation.
+- The critics share the scale and bias of LayerNorm. HIL-SERL has no behavior-cloning loss.
 - The built-in human takes over at a random step, until the end of the episode. A real human takes
   over when the policy is about to fail.
 What differs from SAC (arXiv:1812.05905): the actor follows the mean of the critics instead of the
-minimum, the target of the critics has no entropy bonus, and the target entropy is half as large.
+minimum, the target of the critics has no entropy bonus, and the target entropy is -A/2.
 
-Shapes: N rows, D features, C continuous action dims, A with grippers, G grasps, E critics.
-A transition is stored as a numpy record. A grasp is the number of a command to all grippers.
+Shapes: N rows, D features, A action dims, C of them continuous, G grasps, E critics.
+A transition is stored as a numpy record. A grasp is the index of a command to all grippers.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
@@ -85,7 +85,7 @@ SETUP_MODES = {  # number of arms, number of grippers that the policy controls
     "dual-arm-fixed-gripper": (2, 0),
     "dual-arm-learned-gripper": (2, 2),
 }
-BAR_WORLD = dict(  # the command line takes these defaults for the built-in environment
+BAR_WORLD = dict(  # defaults for the built-in environment
     max_steps=6_000,
     training_starts=100,
     random_steps=0,
@@ -106,7 +106,9 @@ BAR_WORLD = dict(  # the command line takes these defaults for the built-in envi
     eval_episodes=50,
     report_episodes=100,
 )
-OWN_CLASS = dict(eval_episodes=0, report_episodes=0)  # defaults for a file: it may move a real arm
+GYM_ID = dict(setup_mode="single-arm-fixed-gripper")  # defaults for a Gymnasium id
+# defaults for --env-id file.py:Class, which may move a real arm
+OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0)
 QUICK_TEST = dict(
     test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
 )
@@ -116,7 +118,7 @@ GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a grip
 # --- args ---
 @dataclass
 class Args:
-    # BAR_WORLD replaces some of these defaults for the built-in environment, OWN_CLASS for a file.
+    # The command line has other defaults for some environments: BAR_WORLD, GYM_ID, OWN_CLASS.
     # run
     seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -126,9 +128,9 @@ class Args:
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
-    eval_episodes: int = 10  # of an evaluation; it selects final_model (0: keep the last policy)
-    report_episodes: int = 50  # of the last test, with other seeds (0: no test)
-    capture_video: bool = True  # write policy.gif with the first episodes of this test
+    eval_episodes: int = 10  # episodes of an evaluation (0: none; the last policy is kept)
+    report_episodes: int = 50  # episodes that test the final model, other seeds (0: none)
+    capture_video: bool = True  # film three more episodes of the final model: policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
@@ -139,10 +141,10 @@ class Args:
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
     image_keys: list[str] = field(default_factory=list)  # observations the policy sees (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
-    failure_paths: list[str] = field(default_factory=list)  # failures, used as online experience
+    failure_paths: list[str] = field(default_factory=list)  # failures: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
-    num_demos: int = 0  # demonstrations by the scripted human, if there are no demo_paths
-    intervention_steps: int = 0  # interventions of this human become rarer, and end at this step
+    num_demos: int = 0  # demonstrations by this scripted human, without demo_paths
+    intervention_steps: int = 0  # its interventions become rarer, until this step
     timeout_terminal: bool = False  # after a time limit, do not bootstrap from the next state
     # model
     hidden_size: int = 256  # width of actor and critics
@@ -150,9 +152,8 @@ class Args:
     # rollout
     max_steps: int = 100_000  # environment steps
     training_starts: int = 1_000  # steps before the first update
-    random_steps: int = 1_000  # random actions in so many first steps
-    utd: float = 1.0  # updates per environment step (0: act and learn at their own speeds)
-    publish_every: int = 1  # updates between two copies of the weights for the actors
+    random_steps: int = 1_000  # number of initial random steps
+    utd: float = 1.0  # updates per environment step (0: actor and learner run freely)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
@@ -178,7 +179,7 @@ class Args:
                 raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
-            "publish_every", "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
+            "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
             "init_alpha",
         ):  # fmt: skip
             if getattr(self, name) == 0:
@@ -382,7 +383,7 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
 class SACHybridAgent(nn.Module):
     """Actor, critics and target networks. A batch is a dict of tensors:
 
-    obs, next_obs                     dicts of (N,H,W,channels) uint8 and (N,D) float32
+    obs, next_obs                     dicts of (N,H,W,channels) uint8 and (N,n) float32
     actions, grasps                   (N,C) in [-1,1]; (N,) index of the gripper command
     rewards, masks, grasp_penalty     (N,)   masks: 0 where the episode terminated
     is_demo                           (N,)   True on rows of demonstrations
@@ -413,7 +414,7 @@ class SACHybridAgent(nn.Module):
         action_dim = len(self.layout.continuous)
         encoder = Encoder(obs_shapes)
         self.critic = nn.Module()
-        self.critic.encoder = encoder  # the actor uses it, too, but only the critics train it
+        self.critic.encoder = encoder  # the actor uses it; in SAC only the critics train it
         self.critic.qf = QEnsemble(
             args.num_critics, encoder.dim + action_dim, args.hidden_size, args.layer_norm
         )
@@ -486,8 +487,7 @@ class SACHybridAgent(nn.Module):
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
         # 2 actor and temperature
-        # The features are those from before the critics' step: a second pass would cost more than
-        # one step changes.
+        # These features are one gradient step old. A second pass through the encoder would be slow.
         actor_losses = {}
         if train_actor:
             features = features.detach()
@@ -601,8 +601,8 @@ SCALARS = (
     "grasp_penalty",
     "interventions",  # 1 if a human replaced the action
     "takeovers",  # 1 on the first of such steps
-    "demos",  # 1 if a demonstration file has it
-    "ranks",  # the number of the process that acted
+    "demos",  # 1 in a demonstration
+    "ranks",  # rank of the process that acted
     *RESULTS,
 )
 
@@ -776,9 +776,7 @@ class Robot(Interface):
 
     def __init__(self, args):
         self.env = make_env(args)
-        self.takes_seed = (
-            isinstance(self.env, gym.Env) or "seed" in inspect.signature(self.env.reset).parameters
-        )
+        self.takes_seed = "seed" in inspect.signature(self.env.reset).parameters
         if not self.takes_seed:
             print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)
@@ -797,10 +795,11 @@ class Robot(Interface):
         return as_dict(raw)
 
     def reset(self, seed, allow_intervention=False):
-        getattr(self.env, "unwrapped", self.env).allow_intervention = allow_intervention
+        for env in (self.env, getattr(self.env, "unwrapped", self.env)):
+            env.allow_intervention = allow_intervention
         self.obs = select_obs(self.reset_env(seed), self.obs_shapes)
         self.is_done = False
-        self.last_commands = np.ones(self.layout.num_grippers)  # an episode starts with open ones
+        self.last_commands = np.ones(self.layout.num_grippers)  # open
         self.was_human = False
         self.rewards = []
 
@@ -928,11 +927,11 @@ def main(args: Args) -> dict[str, float]:
     if args.create_data or args.test:
         return create_data_or_test(args)
     torch.set_num_threads(args.num_threads)
+    signals = Signals()
     groups = join_ranks()
     if rank() > 0:
         serve(Robot(args), groups[rank()])
         return {}
-    signals = Signals()
     robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
     agent = robots[0].make_agent(pick_device(args.device, built_in=args.env_id == BUILT_IN))
     run, progress = start_run(args, agent, robots[0])
@@ -952,16 +951,18 @@ def main(args: Args) -> dict[str, float]:
         actor.start()
 
     metrics = {}
-    is_eval_due = progress.global_step == 0  # where the first episode ends
+    is_eval_due = progress.global_step == 0  # evaluate after the first episode
     is_save_due = False
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
     while progress.global_step < args.max_steps:
         # 1 receive a transition; with --utd 0 update until one arrives
+        start_time = time.time()
         if args.utd == 0 and progress.global_step > args.training_starts:
             while arrivals.empty():
-                learn(agent, online_rb, demo_rb, published, progress)
-        start_time = time.time()
+                learn(agent, online_rb, demo_rb, progress)
+        waiting_since = time.time()
         actor, record = arrivals.get()
+        rollout_time = time.time() - waiting_since
         if isinstance(record, BaseException):
             save_run(run, agent, progress, record_file)  # keep what was learned
             raise record
@@ -974,14 +975,14 @@ def main(args: Args) -> dict[str, float]:
         progress.human_takeovers += int(record["takeovers"])
         if episode_ended:
             progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
-        rollout_time = time.time() - start_time
 
         # 2 update `utd` times, and publish the weights
         if progress.global_step > args.training_starts:
             progress.updates_due += args.utd
         while progress.updates_due >= 1:
             progress.updates_due -= 1
-            learn(agent, online_rb, demo_rb, published, progress)
+            learn(agent, online_rb, demo_rb, progress)
+        published["weights"] = agent.acting_weights()
         update_time = time.time() - start_time - rollout_time
         progress.window.append({"time/rollout": rollout_time, "time/update": update_time})
         progress.window.append({"charts/intervention_rate": float(record["interventions"])})
@@ -1042,8 +1043,8 @@ def main(args: Args) -> dict[str, float]:
     return metrics
 
 
-def learn(agent, online_rb, demo_rb, published, progress):
-    """Make one update and publish the weights."""
+def learn(agent, online_rb, demo_rb, progress):
+    """Make one update."""
     args = agent.args
     batch = sample_batch(agent, online_rb, demo_rb)
     if args.algorithm == "bc":
@@ -1051,8 +1052,6 @@ def learn(agent, online_rb, demo_rb, published, progress):
     else:
         train_actor = (agent.updates + 1) % args.cta_ratio == 0
         stats = agent.update(batch, train_actor)
-    if agent.updates % args.publish_every == 0:
-        published["weights"] = agent.acting_weights()
     stats = {f"losses/{name}": value for name, value in stats.items()}
     stats["buffer/demo_rows"] = batch["is_demo"].sum()
     stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
@@ -1087,6 +1086,7 @@ STATUS = (
     "losses/actor_loss",
     "losses/alpha_loss",
     "losses/alpha",
+    "losses/skipped_steps",
     "charts/intervention_rate",
     "eval/success_rate",
     "eval/steps_to_success",
@@ -1124,11 +1124,12 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     if args.capture_video and args.report_episodes:
         write_video(run.dir / "policy.gif", robot, agent)
 
-    names = ("eval/success_rate", "report/success_rate")
-    rates = [row[name] for row in run.rows for name in names if name in row]
-    change = "not evaluated"
-    if rates:
-        change = f"{rates[0]:.2f} -> {rates[-1]:.2f}"
+    rates = [row["eval/success_rate"] for row in run.rows if "eval/success_rate" in row][:1]
+    if report:
+        rates.append(report["report/success_rate"])
+    elif progress.best_score:
+        rates.append(progress.best_score[0])
+    change = " -> ".join(f"{rate:.2f}" for rate in rates) or "not evaluated"
     seconds = run.rows[-1]["time"]
     print(f"success rate {change}, {args.max_steps} environment steps, {seconds:.0f} s")
     print(f"metrics and pictures are in {run.dir}")
@@ -1144,7 +1145,7 @@ def make_env(args: Args):
     included) and the number of action dims. action_space, render() and close() are optional. The
     attribute `allow_intervention` is set from outside: if it is False, no human may act. step() may
     put into its info "intervene_action", which is what a human did instead of the action, and
-    "succeed", "success" or "is_success".
+    "succeed", "success" or "is_success". After a reset the grippers are open.
     """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
@@ -1162,10 +1163,15 @@ def make_env(args: Args):
             env = gym.make(args.env_id, render_mode="rgb_array")
     space = env.action_space
     is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
-    if not is_box or space.shape[0] % num_arms or (space.low == space.high).any():
+    if (
+        not is_box
+        or len(space.shape) > 1
+        or len(space.low) % num_arms
+        or (space.low == space.high).any()
+    ):
         expected = f"a bounded Box for {num_arms} arms with low < high"
         sys.exit(f"{args.env_id} has actions {space}: expected {expected}")
-    if space.shape[0] <= num_grippers:
+    if len(space.low) <= num_grippers:
         sys.exit(f"{args.env_id}: --setup-mode {args.setup_mode} leaves no continuous action")
     return env
 
@@ -1420,6 +1426,7 @@ class DemoUnpickler(pickle.Unpickler):
         "numpy._core.multiarray.scalar",
         "numpy._core.numeric._frombuffer",
         "_codecs.encode",
+        "collections.OrderedDict",
     )
     DTYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
 
@@ -1651,7 +1658,7 @@ class FirstOptions:
 def default_options(env_id) -> dict:
     if env_id == BUILT_IN:
         return BAR_WORLD
-    return OWN_CLASS if ".py:" in env_id else {}
+    return OWN_CLASS if ".py:" in env_id else GYM_ID
 
 
 FIXED = (  # options that --resume cannot change
@@ -1659,6 +1666,8 @@ FIXED = (  # options that --resume cannot change
     "env_id",
     "setup_mode",
     "image_keys",
+    "timeout_terminal",
+    "algorithm",
     "human",
     "demo_paths",
     "failure_paths",
@@ -1679,10 +1688,10 @@ def parse_args() -> Args:
     if is_resumed:
         saved = json.loads(path.read_text(encoding="utf-8"))
         options = {name: saved[name] for name in vars(Args()) if name in saved}
-    if os.environ.get("RANK", "0") == "0":  # of torchrun; one process prints
-        print(f"defaults for {typed.env_id}: {options}")
+    if os.environ.get("RANK", "0") == "0":  # only one process of torchrun prints
+        print(f"defaults {f'of {path}' if is_resumed else f'for {typed.env_id}'}: {options}")
     defaults = Args()
-    for name, value in options.items():  # no check yet: a saved option may need a repair
+    for name, value in options.items():  # without a check: a typed option may replace a bad one
         setattr(defaults, name, value)
     args = tyro.cli(Args, description=__doc__, default=defaults)
     for name, value in options.items():
@@ -1821,8 +1830,6 @@ def join_ranks() -> dict:
     """Join the other processes of torchrun, if there are any.  -> a group for each actor"""
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-    if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
     # Each actor has a group with the learner, so that no actor waits for another. The human who
     # resets a robot may take longer than the usual limit of half an hour.
     groups = {}
@@ -1844,8 +1851,8 @@ def receive(num_bytes, peer, group) -> bytes:
 class RemoteRobot(Interface):
     """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
 
-    A request has three numbers: that of an environment step, or the first seed of as many episodes
-    as the second number says. The third is 1 if new weights follow.
+    A request is (step, 0), which asks for the record of an environment step, or (seed, n), which
+    asks for the last records of n episodes with the seeds from `seed` on. The weights follow.
     """
 
     FACTS_SIZE = 2**16  # bytes
@@ -1853,17 +1860,13 @@ class RemoteRobot(Interface):
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
-        self.sent_weights = None
         facts = json.loads(receive(self.FACTS_SIZE, peer, group))
         obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
         super().__init__(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
 
     def ask(self, number, num_episodes, weights) -> np.ndarray:
-        are_new = weights is not self.sent_weights
-        self.sent_weights = weights
-        dist.send(torch.tensor([number, num_episodes, are_new]), self.peer, self.group)
-        if are_new:
-            dist.send(weights, self.peer, self.group)
+        dist.send(torch.tensor([number, num_episodes]), self.peer, self.group)
+        dist.send(weights, self.peer, self.group)
         num_bytes = max(1, num_episodes) * self.record_dtype.itemsize
         return np.frombuffer(receive(num_bytes, self.peer, self.group), self.record_dtype)
 
@@ -1874,7 +1877,7 @@ class RemoteRobot(Interface):
         return self.ask(first_seed, num_episodes, weights)
 
     def close(self):
-        dist.send(torch.tensor([-1, 0, 0]), self.peer, self.group)
+        dist.send(torch.tensor([-1, 0]), self.peer, self.group)
 
 
 def serve(robot, group):
@@ -1882,14 +1885,13 @@ def serve(robot, group):
     facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
     send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
     weights = robot.acting_agent.acting_weights()
-    request = torch.tensor([0, 0, 0])
+    request = torch.tensor([0, 0])
     while True:
         dist.recv(request, 0, group)
-        number, num_episodes, are_new = request.tolist()
+        number, num_episodes = request.tolist()
         if number < 0:
             return robot.close()
-        if are_new:
-            dist.recv(weights, 0, group)
+        dist.recv(weights, 0, group)
         if num_episodes:
             records = robot.play_episodes(number, num_episodes, weights)
         else:

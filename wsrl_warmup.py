@@ -1309,6 +1309,7 @@ class DemoUnpickler(pickle.Unpickler):
         "numpy._core.multiarray.scalar",
         "numpy._core.numeric._frombuffer",
         "_codecs.encode",
+        "collections.OrderedDict",
     )
     DTYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
 

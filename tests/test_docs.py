@@ -248,7 +248,18 @@ ELSEWHERE = (
     "package:",
 )  # an extra; what a page speaks of and does not make
 # what the page leaves to the reader's arm
-ARM = "spacemouse_is_touched = looks_done = lambda: False\nspacemouse_action = move_the_arm = lambda *action: None\n"
+ARM = """
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+
+arm = SimpleNamespace(move=lambda action: None, is_done=lambda: False)
+arm.get_image = lambda: np.zeros((64, 64, 3), np.uint8)
+arm.get_pose = arm.get_space_mouse = lambda: np.zeros(7)
+sys.modules["my_robot"] = SimpleNamespace(connect=lambda: arm)
+input = print
+"""
 
 
 @pytest.fixture
@@ -290,7 +301,8 @@ def walk(page, folder):
             r"Save this as `([\w.]+)`:\s*$", before
         )
         if name:
-            (folder / name[1]).write_text(ARM * ("spacemouse" in block) + block)
+            block = block.replace("monotonic() + 0.1", "monotonic()")  # no waiting
+            (folder / name[1]).write_text(ARM * ("my_robot" in block) + block)
         elif "final_model" in block and language == "python":
             later.append(block)
         elif language == "python":

@@ -41,7 +41,7 @@ DIFFERS = ("Args", "main")  # the algorithm
 
 
 def blocks(own_text):
-    """{name: {text: [scripts]}} of all functions and classes; scripts with a text of their own have a name of their own"""
+    """{name: {text: [scripts]}} of all functions and classes; a text of its own has a name of its own"""
     found = defaultdict(lambda: defaultdict(list))
     for path in SCRIPTS:
         lines = path.read_text(encoding="utf-8").splitlines()

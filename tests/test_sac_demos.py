@@ -1,17 +1,25 @@
 """sac_hybrid.py: demo files are untrusted: hostile, damaged and ill-fitting ones end in one sentence."""
 
+import copy
+import io
 import os
 import pickle
+import re
 import struct
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
+from PIL import Image
 
 from sac_hybrid import (
     Args,
+    BarWorld,
+    Interface,
     Robot,
     SACHybridAgent,
     make_demos,
@@ -110,8 +118,65 @@ def test_masks_and_penalties_are_filled_in(tmp_path):
     assert penalties[penalties != 0].tolist() == pytest.approx([-0.02] * 3)
 
 
+class Chunked:
+    """A robot as HIL-SERL wraps it: ChunkingWrapper adds an axis of 1, the gripper wrapper a penalty in the infos."""
+
+    def __init__(self):
+        self.env = BarWorld(human="expert")
+        self.env.intervention_probability = 1.0
+
+    def wrap(self, obs):
+        return {key: value[None] for key, value in obs.items()}
+
+    def reset(self):
+        obs, info = self.env.reset(seed=1)
+        self.env.takeover_step = 0  # a person holds the space mouse all the time
+        self.is_open = True
+        return self.wrap(obs), info
+
+    def step(self, action):
+        obs, reward, done, truncated, info = self.env.step(action)
+        closes = self.is_open and not self.env.is_open.all()
+        self.is_open = self.env.is_open.all()
+        info |= {"grasp_penalty": -0.03 if closes else 0.0, "succeed": info.pop("is_success")}
+        info |= {
+            "left": False,
+            "right": False,
+            "intervene_action": np.asarray(info["intervene_action"]),
+        }
+        return self.wrap(obs), int(reward), done, truncated, info
+
+
+def test_a_file_written_like_record_demos(tmp_path):
+    """The loop and the names of examples/record_demos.py: zero actions, replaced by those of the person."""
+    env = Chunked()
+    obs, info = env.reset()
+    trajectory = []
+    done = False
+    while not done:
+        actions = np.zeros(7)
+        next_obs, reward, done, _, info = env.step(actions)
+        if "intervene_action" in info:
+            actions = info["intervene_action"]
+        row = dict(observations=obs, actions=actions, next_observations=next_obs, rewards=reward)
+        row |= dict(masks=1.0 - done, dones=done, infos=info)
+        trajectory.append(copy.deepcopy(row))
+        obs = next_obs
+    assert info["succeed"]
+    records = read(dump(tmp_path / "demo.pkl", trajectory))
+    assert (
+        records["obs"]["image"] == np.concatenate([r["observations"]["image"] for r in trajectory])
+    ).all()
+    assert (records["actions"] == np.stack([r["actions"] for r in trajectory])).all()
+    assert records["rewards"].sum() == 1 and records["masks"].tolist() == [1.0] * (
+        len(records) - 1
+    ) + [0.0]
+    penalties = records["grasp_penalty"]  # of their wrapper, not the -0.02 of this script
+    assert penalties[penalties != 0].tolist() == pytest.approx([-0.03])
+
+
 def test_pickles_of_hil_serl_load_as_they_are_written(tmp_path):
-    """Its ChunkingWrapper adds an axis of 1; its transitions have infos and a grasp penalty."""
+    """Its ChunkingWrapper adds an axis of 1; the actor's own files have the penalty beside the infos."""
     rows = []
     for number, demo in enumerate(DEMOS):
         row = dict(demo) | dict(
@@ -125,6 +190,44 @@ def test_pickles_of_hil_serl_load_as_they_are_written(tmp_path):
     check_equal(records)
     expected = [-0.1 * number for number in range(len(DEMOS))]
     assert records["grasp_penalty"].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_the_recipe_of_the_page_for_lerobot(version, tmp_path):
+    """Two episodes of three frames, with the files and columns of LeRobot; images are PNG files in the tables."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tables = []
+    for episode in range(2):
+        rows = []
+        for frame in range(3):
+            file = io.BytesIO()
+            Image.fromarray(np.full((96, 128, 3), 50 * episode + frame, np.uint8)).save(file, "PNG")
+            row = {"observation.state": [10.0 * episode + frame] * 8, "action": [0.1 * frame] * 7}
+            row["observation.images.front"] = dict(bytes=file.getvalue(), path="frame.png")
+            row |= dict(episode_index=episode, frame_index=frame, timestamp=0.1 * frame)
+            rows.append(row)
+        tables.append(pyarrow.Table.from_pylist(rows))
+    (tmp_path / "data" / "chunk-000").mkdir(parents=True)
+    if version == "v3.0":  # many episodes in a file
+        files = {"file-000": pyarrow.concat_tables(tables)}
+    else:
+        files = {f"episode_{number:06d}": table for number, table in enumerate(tables)}
+    for name, table in files.items():
+        parquet.write_table(table, tmp_path / "data" / "chunk-000" / f"{name}.parquet")
+    page = (ROOT / "docs" / "sac_hybrid.md").read_text(encoding="utf-8")
+    (tmp_path / "recipe.py").write_text(re.search(r"```python\n(# lerobot.*?)```", page, re.S)[1])
+    subprocess.run(
+        [sys.executable, tmp_path / "recipe.py", tmp_path, tmp_path / "demos.pkl"], check=True
+    )
+    shapes = {"image": (64, 64, 3), "pose": (8,)}
+    interface = Interface(Args(), shapes, np.full(7, -1.0, np.float32), np.ones(7, np.float32))
+    records = read(tmp_path / "demos.pkl", interface)
+    assert records["obs"]["pose"][:, 0].tolist() == [0, 1, 10, 11]
+    assert records["next_obs"]["pose"][:, 0].tolist() == [1, 2, 11, 12]
+    assert records["obs"]["image"][:, 0, 0, 0].tolist() == [0, 1, 50, 51]
+    assert records["actions"][:, 0].tolist() == pytest.approx([0, 0.1, 0, 0.1])
+    assert records["rewards"].tolist() == [0, 1, 0, 1] and records["masks"].tolist() == [1, 0, 1, 0]
 
 
 def test_images_of_hil_serl_reach_the_policy():

@@ -344,6 +344,14 @@ def test_a_robot_that_exists_once_is_evaluated_between_episodes(utd, tmp_path):
     assert evaluated == [10, 20, 30, 40]  # the untrained policy first
 
 
+def test_a_rewarded_fall_is_no_success():
+    """Hopper terminates when it falls, and is rewarded in every step."""
+    assert not sac_hybrid.has_succeeded([1.0, 1.0], terminated=True)
+    assert sac_hybrid.has_succeeded([0.0, -1.0, 1.0], terminated=True)
+    assert not sac_hybrid.has_succeeded([0.0, 1.0], terminated=False)
+    assert sac_hybrid.has_succeeded([1.0, 1.0], False, {"succeed": np.bool_(True)})
+
+
 def test_success_in_the_words_of_hil_serl(tmp_path):
     metrics = main(own(tmp_path, "Succeeds", eval_episodes=1, report_episodes=2))
     assert metrics["report/success_rate"] == metrics["charts/success_rate"] == 1
@@ -538,6 +546,36 @@ def test_the_actor_waits_for_the_learner(utd, tmp_path, monkeypatch):
     assert seen == [(step, int(utd * max(0, step - 20))) for step in range(40)]
 
 
+def test_a_free_running_learner_does_not_hold_up_the_arm(tmp_path, monkeypatch):
+    """Each of the first updates lasts until the arm has moved three times more."""
+    robots = []
+    init = Robot.__init__
+    learn = sac_hybrid.learn
+    waited = []
+
+    def remember(robot, args):
+        init(robot, args)
+        robots.append(robot)
+
+    def slow_learn(*args):
+        learn(*args)
+        taken = len(robots[0].rewards)
+        if taken < 6 and len(waited) < 5:
+            deadline = time.monotonic() + 20
+            while len(robots[0].rewards) < taken + 3 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            waited.append(time.monotonic() < deadline)
+
+    monkeypatch.setattr(Robot, "__init__", remember)
+    monkeypatch.setattr(sac_hybrid, "learn", slow_learn)
+    source = OWN.replace("assert not self.closed", "time.sleep(0.01)").replace(
+        "import torch", "import time\nimport torch"
+    )
+    metrics = main(own(tmp_path, "Polite", source, max_steps=40, utd=0.0))
+    assert waited and all(waited) and metrics["charts/updates"] > 0
+    assert metrics["buffer/online_size"] == 40
+
+
 def test_published_weights_are_a_copy():
     agent = sac_hybrid.SACHybridAgent(["image"], 6, 3)
     published = agent.acting_weights()
@@ -608,6 +646,14 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--seed", "7"])
     with pytest.raises(SystemExit, match="cannot change --seed from 1"):
         parse_args()
+    for option in (
+        "--demo-paths x.pkl",
+        "--hidden-size 32",
+        "--init-alpha 1",
+    ):  # they would do nothing
+        monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", *option.split()])
+        with pytest.raises(SystemExit, match=f"cannot change {option.split()[0]}"):
+            parse_args()
 
 
 def test_resume_of_a_file_without_some_options(tmp_path, monkeypatch):
@@ -705,6 +751,43 @@ def test_torchrun_with_one_learner_and_two_actors(tmp_path):
         steps = records[records["ranks"] == actor]
         inside = steps["dones"][:-1] == 0
         assert (steps["next_obs"][:-1][inside] == steps["obs"][1:][inside]).all()
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SMALL = "--hidden-size 16 --batch-size 8 --training-starts 5 --log-interval 10 --device cpu"
+SMALL += " --no-capture-video --run-dir run"
+
+
+def test_the_learner_of_a_torchrun_has_no_environment(tmp_path):
+    """The actor makes the only one, and evaluates in it between two episodes (class Once)."""
+    announce = """        import os
+        Path(__file__).with_name("made_by_" + os.environ["RANK"]).touch()
+        Once.made += 1
+"""
+    (tmp_path / "own.py").write_text(OWN.replace("        Once.made += 1\n", announce))
+    flags = f"{SMALL} --env-id own.py:Once --max-steps 40 --eval-every 15 --eval-episodes 2"
+    command = [*TORCHRUN, str(ROOT / "sac_hybrid.py"), *flags.split(), "--report-episodes", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert run.returncode == 0, run.stderr
+    assert [path.name for path in tmp_path.glob("made_by_*")] == ["made_by_1"]
+    evaluated = [row["global_step"] for row in rows(tmp_path / "run") if "eval/success_rate" in row]
+    assert evaluated == [10, 20, 30, 40]
+    assert rows(tmp_path / "run")[-1]["report/episodic_length"] == 10
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_cable_that_is_pulled_costs_nothing_that_was_learned(tmp_path):
+    """The actor of a torchrun fails in its 26th step; the learner saves, and a new run continues."""
+    (tmp_path / "own.py").write_text(OWN)
+    flags = f"{SMALL} --env-id own.py:Faulty --max-steps 40"
+    command = [*TORCHRUN, str(ROOT / "sac_hybrid.py"), *flags.split()]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert run.returncode != 0 and "motor 3 is hot" in run.stderr
+    saved = torch.load(tmp_path / "run" / "latest.pth")
+    assert saved["progress"]["global_step"] == 25
+    run = subprocess.run([*command, "--resume"], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert rows(tmp_path / "run")[-1]["global_step"] == 40
 
 
 # --- pictures ---
@@ -845,6 +928,15 @@ def test_help_shows_the_true_defaults(monkeypatch, capsys):
     assert parse_args().lr == 1e-3 and "'lr': 0.001" in capsys.readouterr().out
 
 
+def test_an_environment_from_a_file_is_not_moved_without_a_human(monkeypatch, capsys):
+    """It may be a real arm: no evaluation and no random steps unless they are typed."""
+    for words, expected in (([], (0, 0, 0)), (["--eval-episodes", "3"], (3, 0, 0))):
+        monkeypatch.setattr(sys, "argv", ["x", "--env-id", "arm.py:Arm", *words])
+        args = parse_args()
+        assert (args.eval_episodes, args.report_episodes, args.random_steps) == expected
+        assert "'eval_episodes': 0" in capsys.readouterr().out
+
+
 def test_a_buffer_that_memory_cannot_hold(tmp_path):
     with pytest.raises(SystemExit, match="GB of frames do not fit"):
         main(Args(**TINY | dict(buffer_size=10**9), run_dir=str(tmp_path / "run")))
@@ -852,6 +944,6 @@ def test_a_buffer_that_memory_cannot_hold(tmp_path):
 
 
 def test_options_that_make_no_sense():
-    for name in ("publish-every", "augment-pad", "seed", "num-demos"):
+    for name in ("augment-pad", "seed", "num-demos"):
         with pytest.raises(ValueError, match=name):
             Args(**{name.replace("-", "_"): -1})
