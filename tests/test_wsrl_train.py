@@ -540,7 +540,7 @@ def watch_heldout(monkeypatch, errors):
     return checked
 
 
-def test_early_stop_restores_the_best_with_its_optimizers(tmp_path, data, monkeypatch, capsys):
+def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
     checked = watch_heldout(monkeypatch, [3.0, 2.0, 5.0, 4.0, 1.0])
     hand = dict(checkpoint_path=str(tmp_path / "warm.pth"))
     run(tmp_path / "run", data, early_stop_patience=2, **hand)
