@@ -5,45 +5,46 @@
 # ///
 """SAC with an offline warm-up before online training: WSRL (arXiv:2412.07762) and its relatives.
 
-    read the offline data, weigh each row by its source and quality     (load_offline_data)
-    warm-up, `warmup_steps` times:                                      (main)
+    read the offline data, give each row a weight                       (load_offline_data)
+    warm-up, `warmup_steps` times:                                      (main, first loop)
         draw a batch of offline rows                                    (sample_mixed)
         1 critics, 2 actor and temperature, 3 target networks           (agent.update)
-    keep the offline rows with the largest TD error                     (filter_offline_data)
-    online, after each environment step:                                (main)
-        store the transition in online_rb
-        `utd_ratio` times: draw from both buffers, update as above
+    keep some of the offline rows, release the others                   (filter_offline_data)
+    online, `online_steps` times:                                       (main, second loop)
+        step the environment, store the transition in online_rb         (take_step)
+        `utd_ratio` times: draw from both buffers, update; the actor only the last time  (learn)
 
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
-    warm-up: cloning       - regression on the actions of the data
+    warm-up: cloning       - regression on the actions of demonstrations or of the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the offline updates here. The paper of WSRL calls its first online steps, which the
-frozen policy plays, the warm-up: here they are --warmup-rollout-steps.
-Two commands can share the work. Stage one is the warm-up, which writes --checkpoint-path and ends.
-Stage two is --learner: it reads the files of stage one and trains online.
+"Warm-up" means the offline updates. The WSRL paper uses this word for its first online steps, in
+which the policy is frozen. Here these steps are --warmup-rollout-steps.
 
-What differs from WSRL with --preset design (default):
+You can split a run into two commands. The first one does the warm-up, writes --checkpoint-path and
+ends. The second one, with --learner, reads the files of the first one and trains online.
+
+--preset chooses the method. The default, design, differs from WSRL in these points:
     - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
-    - no steps with a frozen policy; offline rows are kept and are a part of every batch
+    - no steps with a frozen policy; some offline rows are kept and are a part of every batch
     - prioritized draws, and weights of the rows in the losses
---preset wsrl has these parts as the paper has them; its other constants are those of this script.
-rlpd follows arXiv:2302.02948, bc clones first, scratch has no data. Presets belong to the command
-line: Args(preset="wsrl") sets only the name. In Python use Args(**default_options(env_id, preset)).
+The preset wsrl follows the paper in these points. rlpd follows arXiv:2302.02948, bc clones before
+it goes online, and scratch uses no offline data. Only the command line applies a preset. In Python,
+Args(preset="wsrl") sets a name; write Args(**default_options(env_id, "wsrl")).
 
-What differs from SAC (arXiv:1812.05905) with every preset: the critics of the ensemble share the
-gain and the bias of LayerNorm, the target entropy is -A/2 instead of -A, and the actor follows the
-mean of the critics.
+What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
+bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
+Observations are normalized. Networks have LayerNorm, and the critics share its scale and bias.
 
-Shapes: N rows, D observation dims, A action dims, E critics, T steps of an episode, M actions of
-the conservative term, K of them from one distribution. Text that sac_hybrid.py shares says C for A.
-The algorithm comes first and ends with `main`; environment, data files and logging stand below it.
+Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
+the conservative term, K of them from each of three distributions.
+The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python wsrl_warmup.py                    # Pendulum from poor data, without demonstrations
-    python wsrl_warmup.py --env-id Reacher-v5 --offline-data-path demos.pkl
+    python wsrl_warmup.py --env-id MountainCarContinuous-v0 --offline-data-path your_demos.npz
 """
 
 import copy
@@ -56,7 +57,7 @@ import pickletools
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -82,7 +83,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 steps are more than its online_steps
+PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 would be more than its online_steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -105,7 +106,7 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # cloning, then half of each batch offline: the baseline to beat (arXiv:2603.27400)
+    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -130,7 +131,7 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
-    exp_name: str | None = None  # this name replaces {script} in the default run_dir
+    exp_name: str | None = None  # name that replaces {script} in the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
@@ -138,33 +139,33 @@ class Args:
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
-    preset: Literal[tuple(PRESETS)] = "design"  # it sets defaults of the options below
-    checkpoint_path: str | None = None  # stage one writes its agent to this file
-    demo_path: str | None = None  # and its rows here (None: filtered_demos.pkl)
-    learner: bool = False  # run stage two: read checkpoint_path and demo_path
-    make_data: str | None = None  # only write demos, suboptimal and random .pkl to this folder
-    expert_path: str | None = None  # this final_model.pth plays them (None: a script)
+    preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
+    checkpoint_path: str | None = None  # file for the agent after the warm-up (read if --learner)
+    demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl in that folder)
+    learner: bool = False  # second command: read checkpoint_path and demo_path, train online
+    make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
+    expert_path: str | None = None  # final_model.pth of the expert of --make-data (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
-    suboptimal_data_path: list[str] = field(default_factory=list)  # their weight is 1.0
-    random_data_path: list[str] = field(default_factory=list)  # their weight is 0.5
-    demo_weight: float = 2.0  # this is the weight of rows of demonstrations
-    success_weight_bonus: float = 1.5  # it multiplies weights of successful episodes
-    reward_scale: float = 1.0  # it multiplies rewards in updates, not logged returns
+    suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, row weight 1.0
+    random_data_path: list[str] = field(default_factory=list)  # random actions, row weight 0.5
+    demo_weight: float = 2.0  # row weight of demonstrations
+    success_weight_bonus: float = 1.5  # factor on the row weights of successful episodes
+    reward_scale: float = 1.0  # factor on rewards in updates, not on logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
     dropout: float = 0.0  # share of hidden units that are dropped when the actor is updated
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first steps, without updates (random if there was no warm-up)
+    warmup_rollout_steps: int = 0  # first online steps, without updates (random if untrained)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
-    obs_noise: float = 0.0  # noise on offline observations, in units of their std
-    early_stop_patience: int = 0  # end the warm-up after so many worse held-out errors (0: off)
+    obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
+    early_stop_patience: int = 0  # checks after the best one that end the warm-up (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -176,42 +177,38 @@ class Args:
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
-    initial_offline_ratio: float = 1.0  # offline share of a batch when online training starts
-    offline_decay_rate: float = 0.999  # each environment step multiplies the share by it
-    min_offline_ratio: float = 0.5  # the share does not fall below this
+    initial_offline_ratio: float = 1.0  # offline share of a batch when the online steps begin
+    offline_decay_rate: float = 0.999  # factor on this share per online step
+    min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep its highest
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the highest
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
 
-    # Options of sac_hybrid.py that are constants here
+    # Without a type these are constants, not options.
     num_sampled_critics = 2  # critics drawn for the minimum in the target
-    backup_entropy = False  # add the entropy bonus to the critic's target
     log_interval = 100  # steps between lines of metrics.jsonl
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
             "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
             "demo_weight", "success_weight_bonus",
         ):  # fmt: skip
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        for name in (
-            "warmup_steps", "warmup_rollout_steps", "online_steps", "cql_alpha", "bc_weight",
-            "obs_noise", "early_stop_patience",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+            if getattr(self, name) == 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
         for name in (
             "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
             "min_offline_ratio", "retention_ratio", "priority_alpha",
         ):  # fmt: skip
-            if not 0 <= getattr(self, name) <= 1:
+            if getattr(self, name) > 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
-        if 0 < self.online_steps <= self.warmup_rollout_steps:
+        if self.online_steps and self.online_steps <= self.warmup_rollout_steps:
             raise ValueError(
                 "--online-steps must be 0 or more than --warmup-rollout-steps, "
                 "else the agent never learns online"
@@ -224,27 +221,37 @@ class Args:
             )
         if (self.learner or self.demo_path) and not self.checkpoint_path:
             raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.learner and self.initial_offline_ratio and not self.demo_path:
-            raise ValueError("--learner needs --demo-path if --initial-offline-ratio is not 0")
-        if self.learner and self.demo_path and not self.initial_offline_ratio:
-            raise ValueError("--initial-offline-ratio is 0: --learner would not use --demo-path")
+        if self.learner and bool(self.demo_path) != bool(self.initial_offline_ratio):
+            raise ValueError(
+                "--learner needs --demo-path if --initial-offline-ratio is above 0, and only then"
+            )
         if self.checkpoint_path and not self.learner and not self.warmup_steps:
             raise ValueError("--checkpoint-path needs --learner or --warmup-steps of 1 or more")
-        if self.checkpoint_path and not self.demo_path and not self.learner:
-            self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
+        keeps_some = 0 < self.retention_ratio < 1 and self.retention_by == "td_error"
+        if keeps_some and not self.warmup_steps and not self.learner:
+            raise ValueError(
+                "without --warmup-steps, --retention-by td_error has no trained critic"
+            )
         if self.has_data() and not self.needs_data():
-            raise ValueError("--offline-data-path would not be read: there is no warm-up")
+            raise ValueError("the data paths would not be read: there is no warm-up")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
+        if self.checkpoint_path and not self.demo_path and not self.learner:
+            self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
 
     def has_data(self) -> bool:
         return bool(self.offline_data_path or self.suboptimal_data_path or self.random_data_path)
 
     def needs_data(self) -> bool:
+        """Without a warm-up, data are still needed if they are kept for the online batches."""
         return not self.learner and (self.warmup_steps > 0 or self.retention_ratio > 0)
 
+    def ends_after_warmup(self) -> bool:
+        """This is the first of two commands."""
+        return self.checkpoint_path is not None and not self.learner
 
-WSRLConfig = Args  # name in the design document
+
+WSRLConfig = Args  # alias for imports: the name in the design that the script started from
 
 
 # --- networks ---
@@ -301,11 +308,10 @@ class QEnsemble(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """The encoder of vector observations: nothing is learned.  (N,D) -> (N,D)"""
+    """Subtract the mean of the observations, divide by their spread.  (N,D) -> (N,D)"""
 
     def __init__(self, mean, std):
         super().__init__()
-        self.dim = len(mean)
         self.register_buffer("mean", torch.as_tensor(mean, dtype=torch.float32))
         self.register_buffer("std", torch.as_tensor(std, dtype=torch.float32))
 
@@ -335,26 +341,27 @@ def conservative_gap(q_values, log_densities, data_q_values):
 
 
 def normalize_weights(weights):
-    """Divide by the mean of the batch: the learning rate keeps its meaning."""
+    """Divide by the mean of the batch, so that weights do not change the learning rate."""
     return weights / weights.mean()
 
 
-def offline_ratio_at(args, env_steps) -> float:
-    """Offline share of a batch, so many environment steps after the warm-up"""
+def offline_ratio_at(args, env_steps) -> float:  # warm-up: replay
+    """Offline share of a batch after this many online steps"""
     decayed = args.initial_offline_ratio * args.offline_decay_rate**env_steps
     return max(args.min_offline_ratio, decayed)
 
 
-def priority_beta_schedule(t) -> float:
+def priority_beta_schedule(t) -> float:  # warm-up: replay
     """Exponent of the importance weights: 0.4 at the start of the run (t = 0), 1 at its end"""
     return 0.4 + 0.6 * min(1.0, t)
 
 
-def return_to_go(rewards, gamma) -> np.ndarray:
+def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts the sum off. With negative rewards, as in Pendulum, the last rows then have
-    returns above their true values, and Cal-QL is less conservative there."""
+    A time limit cuts the sum. With constant rewards and gamma 0.99, G lacks 37 % of its value 100
+    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
+    less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -372,7 +379,9 @@ def has_succeeded(rewards, terminated, info=()) -> bool:
     return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
-def compute_data_quality(trajectory, return_range=(0.0, 1.0), max_length=1) -> float:
+def compute_data_quality(  # warm-up: weights
+    trajectory, return_range=(0.0, 1.0), max_length=1
+) -> float:
     """Mean of three scores in [0,1]: success, return within its range, and length."""
     low, high = return_range
     terminated = trajectory["masks"][-1] == 0
@@ -412,35 +421,32 @@ class WarmupAgent(nn.Module):
     """Actor, critics and target networks. A batch is a dict of tensors:
 
     obs, next_obs              (N,D)
-    actions                    (N,A)  in [-1,1]
-    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: see return_to_go
+    actions                    (N,C)  in [-1,1]
+    rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
     weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
-    is_demo                    (N,)   True on offline rows of every source: --bc-weight clones
-                                      them. sac_hybrid.py has the name for demonstrations only.
+    is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
 
-    def __init__(self, obs_mean, obs_std, action_scale, device="cpu", args=None):
-        """action_scale: half the range of each action dim, in units of the environment"""
+    def __init__(self, obs_mean, obs_std, action_dim, device="cpu", args=None):
         super().__init__()
         args = args or Args()
         torch.manual_seed(args.seed)
         self.args = args
-        action_dim = len(action_scale)
+        self.action_dim = action_dim
+        obs_dim = len(obs_mean)
         self.target_entropy = -0.5 * action_dim
-        encoder = Normalizer(obs_mean, obs_std)
-        self.critic = nn.ModuleDict()
-        self.critic["encoder"] = encoder
-        self.critic["qf"] = QEnsemble(
-            args.num_critics, encoder.dim + action_dim, args.hidden_size, args.layer_norm
+        self.normalizer = Normalizer(obs_mean, obs_std)
+        self.critic = QEnsemble(
+            args.num_critics, obs_dim + action_dim, args.hidden_size, args.layer_norm
         )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
-        self.actor = mlp(encoder.dim, 2 * action_dim, args.hidden_size, args.layer_norm)
+        self.actor = mlp(obs_dim, 2 * action_dim, args.hidden_size, args.layer_norm)
         if args.dropout:
             self.actor = add_dropout(self.actor, args.dropout)
+        # `alpha` takes the softplus of this parameter, and here is its inverse.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
-        self.register_buffer("action_scale", torch.as_tensor(action_scale, dtype=torch.float32))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
         self.to(device).eval()
@@ -456,34 +462,34 @@ class WarmupAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # the same numbers on every device
 
     def policy(self, features):
-        """Mean and standard deviation before the tanh.  (N,D) -> 2 x (N,A)"""
+        """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
         args = self.args
-        # Seeded by the number of the update: a resumed run needs no saved RNG state.
+        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
         # All devices are seeded, because dropout draws on the device of the network.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
         # 1 critics
         with torch.no_grad():
-            next_features = self.critic.encoder(batch["next_obs"])
-            next_features_target = self.critic_target.encoder(batch["next_obs"])
+            next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
-            next_actions, next_logprobs = tanh_normal(next_mean, next_std, self.noise(next_mean))
-            next_q = self.critic_target.qf(next_features_target, next_actions)  # (E,N)
+            next_noise = self.noise(next_mean)
+            if method == "bc":  # warm-up: cloning; no loss trains the standard deviation
+                next_noise = torch.zeros_like(next_noise)
+            next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
+            next_q = self.critic_target(next_features, next_actions)  # (E,N)
             if args.num_sampled_critics < args.num_critics:  # REDQ (arXiv:2101.05982)
                 drawn = torch.randperm(args.num_critics)[: args.num_sampled_critics]
                 next_q = next_q[drawn.to(next_q.device)]
             next_value = next_q.min(0).values  # (N,)
-            if args.backup_entropy:
-                next_value = next_value - self.alpha() * next_logprobs
             q_target = td_target(batch["rewards"], batch["masks"], next_value, args.gamma)
 
-        features = self.critic.encoder(batch["obs"])
-        q_values = self.critic.qf(features, batch["actions"])  # (E,N)
+        features = self.normalizer(batch["obs"])
+        q_values = self.critic(features, batch["actions"])  # (E,N)
         td_errors = q_values - q_target
         # warm-up: weights
         critic_losses = {"critic_loss": (batch["weights"] * td_errors.square()).mean()}
@@ -494,30 +500,29 @@ class WarmupAgent(nn.Module):
 
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
-        # 2 actor and temperature, on features that only the critics train
+        # 2 actor and temperature
         actor_losses = {}
         if train_actor:
-            features = features.detach()
             alpha = self.alpha()
             self.actor.train()  # warm-up: overfitting; dropout is active only here
             mean, std = self.policy(features)
             self.actor.eval()
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # differs from SAC: the mean of the critics, not the minimum (RLPD, HIL-SERL)
-            objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
+            # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
+            objective = self.critic(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             # warm-up: weights
             actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
+            # warm-up: cloning
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            # It replaces both losses of the actor. No loss trains the standard deviation then, and
-            # the first online steps sample with it. Evaluations play the mean action.
-            if method == "bc":  # warm-up: cloning
-                actor_losses = {"actor_loss": (batch["actor_weights"] * distance).mean()}
-            elif args.bc_weight:  # warm-up: cloning
-                num_demo_rows = batch["is_demo"].sum().clamp(min=1)
-                bc_loss = (distance * batch["is_demo"]).sum() / num_demo_rows
+            num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
+            bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
+            bc_loss = bc_loss / num_cloned_rows
+            if method == "bc":
+                actor_losses = {"actor_loss": bc_loss}
+            elif args.bc_weight:
                 actor_losses["bc_loss"] = args.bc_weight * bc_loss
 
             self.skipped_steps += gradient_step(sum(actor_losses.values()), self.actor_optimizer)
@@ -528,26 +533,25 @@ class WarmupAgent(nn.Module):
             torch._foreach_lerp_(slow, list(self.critic.parameters()), args.tau)
         stats = critic_losses | actor_losses
         stats |= {"q_values": q_values.mean(), "alpha": self.alpha()}
-        stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,)
+        stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,), error of the mean critic
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """Mean gap of CQL or Cal-QL. The weights of the rows are in the TD loss only, not here.
-        Log-densities are in the units of the environment. That adds a constant to the loss."""
-        num_rows, action_dim = batch["actions"].shape
-        shape = (self.NUM_CQL_ACTIONS, num_rows, action_dim)
+        """Mean gap of CQL or Cal-QL. It has no weights of rows; only the TD loss has them."""
+        num_rows = len(features)
+        shape = (self.NUM_CQL_ACTIONS, num_rows, self.action_dim)
         with torch.no_grad():
             uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # the critics judge all actions at s
+            for states in (features, next_features):  # Q below is Q(s,a) for all of these actions
                 mean, std = self.policy(states)
-                sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,A), (K,N)
+                sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
                 log_densities.append(logprobs)
-        actions = torch.cat(actions)  # (M,N,A)
-        log_densities = torch.cat(log_densities) - self.action_scale.log().sum()  # (M,N)
-        action_q = self.critic.qf(features.repeat(len(actions), 1), actions.flatten(0, 1))
+        actions = torch.cat(actions)  # (M,N,C)
+        log_densities = torch.cat(log_densities)  # (M,N)
+        action_q = self.critic(features.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
         if method == "calql":  # values of the policy are not pushed below the return of the data
             uniform_q, policy_q = action_q.split([len(uniform), 2 * len(uniform)], 1)
@@ -555,20 +559,32 @@ class WarmupAgent(nn.Module):
         return conservative_gap(action_q, log_densities, q_values).mean()
 
     @torch.no_grad()
-    def td_errors(self, batch):
-        """Of rows of a buffer, at the mean action, without training.  -> (E,N), targets (N,)"""
+    def judge(self, batch) -> dict:
+        """Errors on rows of a buffer. Nothing is trained, and nothing is random.
+
+        td_errors       (E,N)  for the mean action in the next state
+        targets         (N,)
+        clone_errors    (N,)   squared distance between the mean action and the action of the row
+        """
+        features = self.normalizer(batch["obs"])
+        next_features = self.normalizer(batch["next_obs"])
+        next_mean, _ = self.policy(next_features)
+        next_q = self.critic_target(next_features, next_mean.tanh())
+        next_value = next_q[: self.args.num_sampled_critics].min(0).values  # as many as in training
         rewards = self.args.reward_scale * batch["rewards"]
-        next_mean, _ = self.policy(self.critic.encoder(batch["next_obs"]))
-        next_features = self.critic_target.encoder(batch["next_obs"])
-        next_value = self.critic_target.qf(next_features, next_mean.tanh()).min(0).values
-        target = td_target(rewards, batch["masks"], next_value, self.args.gamma)
-        q_values = self.critic.qf(self.critic.encoder(batch["obs"]), batch["actions"])
-        return q_values - target, target
+        targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
+        q_values = self.critic(features, batch["actions"])
+        mean, _ = self.policy(features)
+        return {
+            "td_errors": q_values - targets,
+            "targets": targets,
+            "clone_errors": (mean.tanh() - batch["actions"]).square().sum(1),
+        }
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
-        """The action `noise` standard deviations from the mean.  (D,) -> (A,) in [-1,1]"""
-        features = self.critic.encoder(torch.from_numpy(obs)[None].to(self.raw_alpha.device))
+        """The action tanh(mean + noise * std).  (D,) -> (C,) in [-1,1]"""
+        features = self.normalizer(torch.from_numpy(obs)[None].to(self.raw_alpha.device))
         mean, std = self.policy(features)
         return (mean.cpu() + std.cpu() * noise)[0].tanh().numpy()
 
@@ -578,12 +594,13 @@ class WarmupAgent(nn.Module):
             critic_optimizer=self.critic_optimizer.state_dict(),
             actor_optimizer=self.actor_optimizer.state_dict(),
             updates=self.updates,
+            action_dim=self.action_dim,
             args=asdict(self.args),
         )
         return copy.deepcopy(state)
 
     def restore(self, checkpoint):
-        """Weights, optimizers and counters of a checkpoint; the options stay as they are."""
+        """Take over weights, optimizers and counters. The options stay as they are."""
         self.load_state_dict(checkpoint["model"])
         for name in ("critic_optimizer", "actor_optimizer"):
             optimizer = getattr(self, name)
@@ -596,8 +613,8 @@ class WarmupAgent(nn.Module):
         """The agent of final_model.pth. Sizes and options come from the file."""
         checkpoint = read_checkpoint(path)
         model = checkpoint["model"]
-        mean, std = model["critic.encoder.mean"], model["critic.encoder.std"]
-        agent = cls(mean, std, model["action_scale"], device, Args(**checkpoint["args"]))
+        mean, std = model["normalizer.mean"], model["normalizer.std"]
+        agent = cls(mean, std, checkpoint["action_dim"], device, Args(**checkpoint["args"]))
         agent.restore(checkpoint)
         return agent
 
@@ -618,10 +635,10 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return min(self.num_written, len(self.rows))
 
     def extend(self, rows) -> np.ndarray:
-        """Write rows behind the newest one.  -> their slots (N,)"""
+        """Write rows after the newest one.  -> their slots (N,)"""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
-        self.priorities[slots] = self.max_priority  # nothing is known about a new row
+        self.priorities[slots] = self.max_priority  # the TD error of a new row is not known
         self.num_written += len(rows)
         return slots
 
@@ -633,14 +650,15 @@ class PrioritizedReplayBuffer:  # warm-up: replay
             return rng.integers(len(self), size=num_rows), np.ones(num_rows)
         cumsum = self.priorities[: len(self)].cumsum()
         slots = cumsum.searchsorted(rng.random(num_rows) * cumsum[-1], side="right")
-        slots = slots.clip(max=len(self) - 1)  # rounding must not lead beyond the last row
+        slots = slots.clip(max=len(self) - 1)  # after rounding, a number may exceed the sum
         probabilities = self.priorities[slots] / cumsum[-1]
         return slots, (len(self) * probabilities) ** -beta
 
     def update_priorities(self, slots, td_errors):
         if len(slots):
-            errors = np.nan_to_num(np.abs(td_errors).astype(np.float64))
-            self.priorities[slots] = (errors + 1e-6) ** self.alpha
+            errors = np.abs(td_errors).astype(np.float64)
+            priorities = (errors + 1e-6) ** self.alpha
+            self.priorities[slots] = np.where(np.isfinite(errors), priorities, self.max_priority)
             self.max_priority = max(self.max_priority, float(self.priorities[slots].max()))
 
     def select_top_k(self, priorities, k):
@@ -671,7 +689,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
 
 
 def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
-    """What filter_offline_data sorts the rows by.  -> (N,)"""
+    """Values by which filter_offline_data sorts the rows.  -> (N,)"""
     rows = buffer.rows[: len(buffer)]
     if retention_by == "reward":
         return rows["rewards"]
@@ -679,14 +697,16 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
         return rows["quality"]
     priorities = []
     for start in range(0, len(rows), 4096):
-        errors, _ = agent.td_errors(to_tensors(rows[start : start + 4096], agent.raw_alpha.device))
-        priorities.append(errors.mean(0).abs().cpu().numpy())
+        batch = to_tensors(rows[start : start + 4096], agent.raw_alpha.device)
+        priorities.append(agent.judge(batch)["td_errors"].mean(0).abs().cpu().numpy())
     return np.concatenate(priorities)
 
 
-def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", agent=None):
-    """A new buffer of the rows with the highest values of retention_by, at least one. The memory of
-    the others is released. --retention-by is td_error by default; quality needs no agent."""
+def filter_offline_data(  # warm-up: replay
+    buffer, retention_ratio=0.2, retention_by="quality", agent=None
+):
+    """A new buffer with this share of the rows: those with the highest values of `retention_by`.
+    td_error, which the command line takes by default, needs the agent."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -694,9 +714,11 @@ def filter_offline_data(buffer, retention_ratio=0.2, retention_by="quality", age
 
 
 def split_rows(batch_size, offline_ratio, num_offline, num_online):
-    """Rows from (offline, online). If the online buffer is short, offline rows fill the batch,
-    except if their share is 0."""
-    if num_offline == 0 or (offline_ratio == 0 and num_online > 0):
+    """How many rows of a batch come from (offline, online). An empty buffer gives none. Offline rows
+    replace online rows that do not exist yet, unless the offline share is 0."""
+    if num_online == 0:
+        return batch_size, 0
+    if num_offline == 0 or offline_ratio == 0:
         return 0, batch_size
     num_online_rows = min(batch_size - int(batch_size * offline_ratio), num_online)
     return batch_size - num_online_rows, num_online_rows
@@ -727,12 +749,12 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     rows = np.concatenate([offline_rb.rows[offline_slots], online_rb.rows[online_slots]])
     importance = np.concatenate([offline_importance, online_importance])
     if obs_noise:  # warm-up: overfitting
-        noise_std = obs_noise * agent.critic.encoder.std.cpu().numpy()
+        noise_std = obs_noise * agent.normalizer.std.cpu().numpy()
         for name in ("obs", "next_obs"):
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
-    # warm-up: weights; importance corrects the critics only. normalize_weights cancels the maximum.
-    critic_weights = importance / importance.max()
+    # warm-up: weights; importance corrects the loss of the critics only
+    critic_weights = importance / importance.max()  # as in PER; the mean becomes 1 below
     if args.weighted_loss != "none":
         critic_weights = critic_weights * rows["weights"]
     actor_weights = np.ones(len(rows), np.float32)
@@ -743,13 +765,38 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     rows["weights"] = normalize_weights(critic_weights)
     batch = to_tensors(rows, agent.raw_alpha.device)
     batch["actor_weights"] = torch.as_tensor(actor_weights).to(batch["weights"])
-    batch["is_demo"] = torch.arange(len(rows), device=agent.raw_alpha.device) < num_offline
     return batch, offline_slots, online_slots
 
 
+def learn(
+    agent,
+    offline_rb,
+    online_rb,
+    progress,
+    offline_ratio,
+    beta,
+    obs_noise=0.0,
+    train_actor=True,
+    method="sac",
+):
+    """Make one update, and give the drawn rows new priorities."""
+    batch, offline_slots, online_slots = sample_mixed(
+        agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
+    )
+    stats = agent.update(batch, train_actor, method)
+    td_errors = stats.pop("td_errors")  # (N,)
+    if agent.args.use_prioritized_replay:  # warm-up: replay
+        td_errors = td_errors.cpu().numpy()
+        offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
+        online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
+    progress.losses.append({f"losses/{name}": value for name, value in stats.items()})
+    offline_share = len(offline_slots) / agent.args.batch_size
+    progress.window.append({"buffer/offline_frac": offline_share})
+
+
 # --- rollout ---
-EVAL_SEED = 10_000  # of the first evaluation episode
-VIDEO_SEED = 10_006  # of the filmed one, where the pendulum hangs down
+EVAL_SEED = 10_000  # seed of the first evaluation episode
+VIDEO_SEED = 10_006  # seed of the filmed episode, in which the pendulum starts at the bottom
 
 
 def play_episode(env, act, seed):
@@ -775,18 +822,42 @@ def play_episode(env, act, seed):
     return transitions, has_succeeded(rewards, terminated, info)
 
 
-def explore(agent, obs, env_steps, rng) -> np.ndarray:
-    """A sample of the policy, or a random action if no warm-up has trained the policy"""
-    args = agent.args
-    action_dim = len(agent.action_scale)
-    if args.warmup_steps == 0 and env_steps <= args.warmup_rollout_steps:
-        return rng.uniform(-1, 1, action_dim).astype(np.float32)
-    return agent.act(obs, torch.from_numpy(rng.standard_normal(action_dim, np.float32)))
+def explore(agent, obs, env_step, rng) -> np.ndarray:
+    """A sample of the policy, or a random action in the first steps of an untrained agent"""
+    if agent.updates == 0 and env_step <= agent.args.warmup_rollout_steps:
+        return rng.uniform(-1, 1, agent.action_dim).astype(np.float32)
+    return agent.act(obs, torch.from_numpy(rng.standard_normal(agent.action_dim, np.float32)))
+
+
+def take_step(agent, env, obs, env_step):
+    """One environment step. Between two episodes `obs` is None, and the environment is reset.
+    -> row of online_rb, next obs or None, statistics of the episode if it ended"""
+    rng = random_numbers(agent.args.seed, "step", env_step)
+    if obs is None:
+        obs, _ = env.reset(seed=int(rng.integers(2**31)))
+    action = explore(agent, obs, env_step, rng)
+    next_obs, reward, terminated, truncated, info = env.step(action)
+    if not np.isfinite([reward, *next_obs]).all():
+        raise ValueError(f"{agent.args.env_id} gave a number that is not finite")
+    row = np.zeros(1, make_row_dtype(env))
+    row["obs"] = obs
+    row["next_obs"] = next_obs
+    row["actions"] = action
+    row["rewards"] = reward
+    row["masks"] = not terminated  # a time limit does not end the value
+    row["weights"] = 1.0
+    if not (terminated or truncated):
+        return row, next_obs, {}
+    episode = {
+        "charts/episodic_return": float(info["episode"]["r"]),
+        "charts/episodic_length": float(info["episode"]["l"]),
+    }
+    return row, None, episode
 
 
 # --- evaluate ---
 def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
-    """Mean action, the same episodes in every run"""
+    """Play the mean action in episodes with fixed seeds, which are the same in every run."""
     results = []
     for episode in range(num_episodes):
         transitions, success = play_episode(env, agent.act, EVAL_SEED + episode)
@@ -799,36 +870,48 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
     return mean_of_each(results)
 
 
-def heldout_error(agent, progress) -> float:  # warm-up: overfitting
-    """Squared TD error on held-out rows over the variance of the targets: the plain error is
-    smallest at the start, while all values are still 0. The best weights are kept."""
+def check_heldout(agent, progress) -> float:  # warm-up: overfitting
+    """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
+
+    A clone is judged by its actions. The critics are judged by their squared TD error over the
+    variance of the targets, because the error alone is smallest while all values are near 0."""
     device = agent.raw_alpha.device
     batch = {name: column.to(device) for name, column in progress.heldout.items()}
-    errors, targets = agent.td_errors(batch)
-    error = float(errors.square().mean() / targets.var().clamp(min=1e-8))
-    progress.heldout_errors.append(error)
-    if error == min(progress.heldout_errors):
-        progress.best_model = copy.deepcopy(agent.state_dict())
-    return error
+    judged = agent.judge(batch)
+    if agent.args.offline_objective == "bc":
+        error = (judged["clone_errors"] * batch["is_cloned"]).sum() / batch["is_cloned"].sum()
+    else:
+        error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
+    progress.heldout_errors.append(float(error))
+    if float(error) == min(progress.heldout_errors):
+        progress.best_agent = agent.checkpoint()
+    return float(error)
 
 
 def is_overfitting(heldout_errors, patience) -> bool:
-    """The least error is `patience` checks old."""
-    return len(heldout_errors) - 1 - heldout_errors.index(min(heldout_errors)) >= patience
+    """True if the last `patience` checks were not better than an earlier one"""
+    best_check = heldout_errors.index(min(heldout_errors))
+    return len(heldout_errors) - 1 - best_check >= patience
 
 
 # --- main ---
 @dataclass
 class Progress:
-    """What changes while a run trains, besides the agent and the buffers"""
+    """The state of a run besides the agent and the buffers"""
 
-    global_step: int = 0  # updates of the warm-up, then environment steps, too
+    warmup_updates: int = 0
+    is_online: bool = False  # the warm-up is over
+    env_steps: int = 0  # of online training
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     data_returns: dict = field(default_factory=dict)  # mean return of each source
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     heldout_errors: list[float] = field(default_factory=list)
-    best_model: dict | None = None  # weights at the least of these errors
+    best_agent: dict | None = None  # checkpoint at the smallest of these errors
+
+    @property
+    def global_step(self):
+        return self.warmup_updates + self.env_steps
 
 
 def main(args: Args) -> dict[str, float]:
@@ -844,165 +927,188 @@ def main(args: Args) -> dict[str, float]:
     progress = Progress()
     row_dtype = make_row_dtype(env)
     rows = np.zeros(0, row_dtype)
-    if not is_resumed:  # before there is a run folder: an unusable file leaves nothing behind
+    if not is_resumed:  # there is no run folder yet, so a bad data file leaves nothing behind
         check_paths(args)
         rows, heldout_rows, progress.data_returns = load_offline_data(args, env)
         progress.heldout = to_tensors(heldout_rows, "cpu")
     mean, std = obs_statistics(env.observation_space, rows["obs"])
-    agent = WarmupAgent(mean, std, env.action_scale, device, args)
-    if args.learner and not is_resumed:
-        agent.restore(read_checkpoint(args.checkpoint_path))
-        progress.global_step = args.warmup_steps
+    agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     online_rb = PrioritizedReplayBuffer(args.buffer_size, row_dtype, alpha)
     offline_rb = PrioritizedReplayBuffer(len(rows), row_dtype, alpha)
     offline_rb.extend(rows)
-    if args.warmup_steps == 0:
+    del rows  # the buffer has a copy, and retention releases the rows that it does not keep
+    if args.learner and not is_resumed:
+        agent.restore(read_checkpoint(args.checkpoint_path))
+        progress.warmup_updates = agent.updates
+        progress.is_online = True
+    elif args.warmup_steps == 0:
         offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+        progress.is_online = True
 
     run = Run(args)
     signals = Signals()
     if is_resumed:
         progress, offline_rb = load_run(run, agent, online_rb)
-    total_steps = args.warmup_steps + args.online_steps
-    last_step = total_steps
-    if args.checkpoint_path and not args.learner:  # stage one
-        last_step = args.warmup_steps
+        if args.early_stop_patience and not progress.is_online and not len(progress.heldout["obs"]):
+            sys.exit("--resume cannot add --early-stop-patience: no episodes were held out")
+    last_env_step = 0 if args.ends_after_warmup() else args.online_steps
+    last_step = max(progress.warmup_updates, args.warmup_steps) + last_env_step
     if not run.rows:
         start = {"global_step": progress.global_step, "charts/env_steps": 0}
         run.log(start | evaluate_policy(agent, env, args.eval_episodes))
-    metrics = dict(run.rows[-1])
-    obs = None  # between episodes
-    is_eval_due = False
-    is_save_due = False
+    is_stopped = False
     bar = tqdm(total=last_step, initial=progress.global_step, disable=None, file=sys.stdout)
-    while progress.global_step < last_step:
-        # 1 online: one environment step
-        env_steps = progress.global_step + 1 - args.warmup_steps  # 0 or less: offline
-        is_online = env_steps > 0
-        if env_steps == 1 and args.capture_video:
-            write_video(run.dir / "policy_before.gif", agent, env)
-        if is_online:
-            rng = random_numbers(args.seed, "step", env_steps)
-            try:
-                if obs is None:
-                    obs, _ = env.reset(seed=int(rng.integers(2**31)))
-                action = explore(agent, obs, env_steps, rng)
-                next_obs, reward, terminated, truncated, info = env.step(action)
-                if not np.isfinite([reward, *next_obs]).all():
-                    raise ValueError(f"{args.env_id} gave a number that is not finite")
-            except BaseException:
-                save_run(run, agent, offline_rb, online_rb, progress)  # keep what was learned
-                raise
-            transition = np.zeros(1, row_dtype)
-            transition["obs"] = obs
-            transition["next_obs"] = next_obs
-            transition["actions"] = action
-            transition["rewards"] = reward
-            transition["masks"] = not terminated  # a time limit does not end the value
-            transition["weights"] = 1.0
-            online_rb.extend(transition)
-            obs = next_obs
-            if terminated or truncated:
-                obs = None
-                progress.window.append({"charts/episodic_return": float(info["episode"]["r"])})
-                progress.window.append({"charts/episodic_length": float(info["episode"]["l"])})
-        progress.global_step += 1
 
-        # 2 update: on offline rows, or online on a mixture whose offline share decays
-        num_updates = 1
-        offline_ratio = 1.0
-        obs_noise = args.obs_noise
-        method = args.offline_objective
-        if is_online:
-            num_updates = args.utd_ratio if env_steps > args.warmup_rollout_steps else 0
-            offline_ratio = offline_ratio_at(args, env_steps)
-            obs_noise = 0.0
-            method = "sac"
-        beta = priority_beta_schedule(progress.global_step / total_steps)
-        for i in range(num_updates):
-            batch, offline_slots, online_slots = sample_mixed(
-                agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
-            )
-            stats = agent.update(batch, train_actor=i == num_updates - 1, method=method)
-            td_errors = stats.pop("td_errors")  # (N,)
-            if args.use_prioritized_replay:  # warm-up: replay
-                td_errors = td_errors.cpu().numpy()
-                offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
-                online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
-            stats = {f"losses/{name}": value for name, value in stats.items()}
-            progress.losses.append(stats)
-            progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
+    # warm-up: updates on offline rows
+    check_every = max(1, args.warmup_steps // 20)
+    while not progress.is_online and not is_stopped:
+        # 1 update
+        progress.warmup_updates += 1
+        beta = priority_beta_schedule(
+            progress.warmup_updates / (args.warmup_steps + args.online_steps)
+        )
+        learn(
+            agent,
+            offline_rb,
+            online_rb,
+            progress,
+            method=args.offline_objective,
+            offline_ratio=1.0,
+            beta=beta,
+            obs_noise=args.obs_noise,
+        )
 
-        # 3 the warm-up ends early or after warmup_steps: keep the best offline rows
+        # 2 the warm-up ends after warmup_steps or early: keep some of the offline rows
         row = {}
-        check_every = max(1, args.warmup_steps // 20)
-        if args.early_stop_patience and not is_online and progress.global_step % check_every == 0:
-            row["losses/heldout_error"] = heldout_error(agent, progress)
-            if is_overfitting(progress.heldout_errors, args.early_stop_patience):
-                tqdm.write(f"early stop of the warm-up after {progress.global_step} updates")
-                progress.global_step = args.warmup_steps
-        warmup_ends = progress.global_step == args.warmup_steps
-        if warmup_ends:
-            if progress.best_model:
-                agent.load_state_dict(progress.best_model)
+        is_over = progress.warmup_updates >= args.warmup_steps
+        if args.early_stop_patience and (is_over or progress.warmup_updates % check_every == 0):
+            row["losses/heldout_error"] = check_heldout(agent, progress)
+            if not is_over and is_overfitting(progress.heldout_errors, args.early_stop_patience):
+                tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
+                is_over = True
+        if is_over:
+            progress.is_online = True
+            if progress.best_agent:
+                # The number of updates goes on, and with it the seeds of draws and noise.
+                agent.restore(progress.best_agent | {"updates": agent.updates})
+                progress.best_agent = None
             offline_rb = filter_offline_data(
                 offline_rb, args.retention_ratio, args.retention_by, agent
             )
 
-        # 4 evaluate between two episodes
-        is_last = progress.global_step == last_step
+        # 3 evaluate
+        if is_over or progress.warmup_updates % args.eval_every == 0:
+            row |= evaluate_policy(agent, env, args.eval_episodes)
+        if is_over:
+            print_switch(progress.data_returns, row["eval/episodic_return"])
+
+        # 4 log
+        if row or progress.global_step % args.log_interval == 0:
+            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+        bar.update()
+
+        # 5 save; latest.pth is last: if a kill prevents it, the resumed run repeats this end
+        if is_over and args.checkpoint_path:
+            write_transitions(args.demo_path, offline_rb.rows, env)
+            write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
+        if is_over or progress.global_step % args.save_every == 0 or signals.received:
+            save_run(run, agent, offline_rb, online_rb, progress)
+            is_stopped = signals.received and not (is_over and last_env_step == 0)
+
+    if progress.env_steps == 0 and last_env_step and args.capture_video and not is_stopped:
+        write_video(run.dir / "policy_before.gif", agent, env)
+
+    # online: environment steps, and updates on rows of both buffers
+    total_steps = progress.warmup_updates + args.online_steps
+    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
+    obs = None  # between two episodes
+    is_eval_due = False
+    is_save_due = False
+    while progress.env_steps < last_env_step and not is_stopped:
+        # 1 step the environment
+        env_step = progress.env_steps + 1
+        try:
+            transition, obs, episode = take_step(agent, env, obs, env_step)
+        except BaseException:
+            save_run(run, agent, offline_rb, online_rb, progress)  # keep what was learned
+            raise
+        progress.env_steps = env_step
+        online_rb.extend(transition)
+        for name, value in episode.items():
+            progress.window.append({name: value})
+
+        # 2 update, after the first warmup_rollout_steps
+        offline_ratio = offline_ratio_at(args, env_step)
+        beta = priority_beta_schedule(progress.global_step / total_steps)
+        num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
+        for i in range(num_updates):
+            learn(
+                agent,
+                offline_rb,
+                online_rb,
+                progress,
+                train_actor=i == num_updates - 1,
+                offline_ratio=offline_ratio,
+                beta=beta,
+            )
+
+        # 3 evaluate between two episodes
+        row = {}
+        is_last = env_step == last_env_step
         is_between_episodes = is_last or obs is None
-        if warmup_ends or is_last or env_steps % args.eval_every == 0:
+        if is_last or env_step % args.eval_every == 0:
             is_eval_due = True
         if is_eval_due and is_between_episodes:
             is_eval_due = False
-            row |= evaluate_policy(agent, env, args.eval_episodes)
-        if warmup_ends:
-            print_switch(progress.data_returns, row["eval/episodic_return"])
+            row = evaluate_policy(agent, env, args.eval_episodes)
 
-        # 5 log
+        # 4 log
         if row or progress.global_step % args.log_interval == 0:
-            row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
-            row |= {
-                "charts/env_steps": max(0, env_steps),
-                "charts/updates": agent.updates,
-                "charts/SPS": progress.global_step / (time.time() - run.start_time),
-                "losses/skipped_steps": agent.skipped_steps.item(),
-                "buffer/online_size": len(online_rb),
-                "buffer/offline_size": len(offline_rb),
-            }
-            progress.losses = []
-            progress.window = []
-            run.log({"global_step": progress.global_step} | row)
-            metrics |= run.rows[-1]
-            show_status(bar, metrics)
-        bar.update(progress.global_step - bar.n)
+            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+        bar.update()
 
-        # 6 save between two episodes; first the files of stage one, which --resume would not write
-        if warmup_ends and args.checkpoint_path:
-            write_transitions(args.demo_path, offline_rb.rows, env)
-            write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
-        if warmup_ends or progress.global_step % args.save_every == 0:
+        # 5 save between two episodes
+        if progress.global_step % args.save_every == 0:
             is_save_due = True
         if is_between_episodes and (is_save_due or is_last or signals.received):
             save_run(run, agent, offline_rb, online_rb, progress)
             is_save_due = False
-            if signals.received:
-                break
+            is_stopped = signals.received and not is_last
 
     bar.close()
     signals.release()
-    if progress.global_step < last_step:
+    if is_stopped:
         print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
     else:
         finish_run(args, run, agent, env)
     env.close()
-    return metrics
+    return run.rows[-1]
+
+
+def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
+    """Log `row` and the means since the last line. Show the newest numbers."""
+    steps_done = progress.global_step - run.rows[0]["global_step"]  # --learner begins above 0
+    row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
+    row |= {
+        "charts/env_steps": progress.env_steps,
+        "charts/updates": agent.updates,
+        "charts/SPS": steps_done / (time.time() - run.start_time),
+        "losses/skipped_steps": agent.skipped_steps.item(),
+        "buffer/online_size": len(online_rb),
+        "buffer/offline_size": len(offline_rb),
+    }
+    progress.losses = []
+    progress.window = []
+    run.log({"global_step": progress.global_step} | row)
+    newest = {}
+    for line in run.rows:
+        newest |= line
+    show_status(bar, newest)
 
 
 def print_switch(data_returns, policy_return):
-    """Which is better and deserves trust online, the data or the policy (arXiv:2510.01460)?"""
+    """Compare the policy with the data: the better one deserves trust (arXiv:2510.01460)."""
     best = max(data_returns.values())
     better = "policy" if policy_return >= best else "data"
     comparison = f"return of the policy {policy_return:.1f}, of the best data {best:.1f}"
@@ -1054,18 +1160,19 @@ def finish_run(args, run, agent, env):
         "mean Q value": ["losses/q_values"],
     }
     run.finish(panels, "updates of the warm-up, then environment steps")
-    first = run.rows[0]["eval/episodic_return"]
-    last = run.rows[-1]["eval/episodic_return"]
+    returns = [row["eval/episodic_return"] for row in run.rows if "eval/episodic_return" in row]
     steps = f"{run.rows[-1]['charts/env_steps']} environment steps"
-    print(f"eval/episodic_return {first:.1f} -> {last:.1f}, {steps}, {run.rows[-1]['time']:.0f} s")
-    print(f"the pictures are in {run.dir}")
+    print(
+        f"eval/episodic_return {returns[0]:.1f} -> {returns[-1]:.1f}, {steps}, {run.rows[-1]['time']:.0f} s"
+    )
+    print(f"metrics and pictures are in {run.dir}")
     if args.checkpoint_path and not args.learner:
         files = f"--checkpoint-path {args.checkpoint_path}"
         if args.initial_offline_ratio:
             files += f" --demo-path {args.demo_path}"
         print(f"train online: python wsrl_warmup.py --learner {files}")
     else:
-        print(f"load the model: WarmupAgent.load('{run.dir}/final_model.pth')")
+        print(f"the model: {run.dir}/final_model.pth; WarmupAgent.load reads it")
 
 
 # --- task: environments ---
@@ -1083,8 +1190,9 @@ def make_gym_env(env_id):
     if isinstance(env.observation_space, gym.spaces.Dict):
         spaces = dict(env.observation_space)
     for key, space in spaces.items():
-        if max(space.shape, default=1) < math.prod(space.shape):  # (D,) and (1,D) are vectors
-            sys.exit(f"{env_id} observes {key} of shape {space.shape}: expected a vector")
+        # Shapes (D,) and (1,D) are vectors. The space of a nested Dict has no shape.
+        if space.shape is None or max(space.shape, default=1) < math.prod(space.shape):
+            sys.exit(f"{env_id} observes {key} as {space}: expected a vector")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
     env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -1095,16 +1203,16 @@ def make_gym_env(env_id):
 
 
 def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition in [-1,1], and what is known of its episode"""
+    """A row of a buffer: a transition with its action in [-1,1], and ratings of its episode"""
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
-    scalars = ("rewards", "masks", "dones", "weights", "quality", "returns")
+    scalars = ("rewards", "masks", "dones", "weights", "quality", "returns", "is_cloned")
     return np.dtype(columns + [(name, "f4") for name in scalars])
 
 
 def env_units(env, actions) -> np.ndarray:
-    """Actions in [-1,1] become those of the environment."""
+    """From [-1,1] to the units of the environment"""
     return (env.action_center + env.action_scale * actions).astype(np.float32)
 
 
@@ -1115,8 +1223,9 @@ def obs_statistics(space, obs):
     high = np.where(is_bounded, space.high, 1.0)
     half_range = (high - low) / 2
     if len(obs) == 0:
-        return (high + low) / 2, half_range
-    # One demo may never leave the top of the swing: a spread near 0 would blow up other states.
+        return (high + low) / 2, np.where(half_range > 0, half_range, 1.0)
+    # In one demo the pendulum may always be upright. Dividing by a spread near 0 would make all
+    # other states huge.
     std = np.maximum(obs.std(0), 0.3 * half_range * is_bounded)
     return obs.mean(0), np.where(std < 1e-6, 1.0, std)
 
@@ -1137,8 +1246,9 @@ COLUMNS = {  # name in a data file: name in a buffer
     "weights": "weights",
     "quality": "quality",
     "returns": "returns",
+    "is_cloned": "is_cloned",
 }
-RATINGS = {"weights": -1.0, "quality": 0.0, "returns": 0.0}  # values if a data file has none
+RATINGS = ("weights", "quality", "returns", "is_cloned")  # a data file may leave them out
 
 
 def swing_up(obs):
@@ -1243,18 +1353,22 @@ def fill_columns(transition) -> dict:
     """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
     termination. Without `dones` a time limit shows only where a row does not continue the last."""
     if "dones" in transition:
-        return RATINGS | {"masks": 1.0 - transition["dones"]} | transition
+        return {"masks": 1.0 - transition["dones"]} | transition
     if "masks" in transition:
-        return RATINGS | {"dones": 1.0 - transition["masks"]} | transition
+        return {"dones": 1.0 - transition["masks"]} | transition
     raise ValueError("it has neither masks nor dones: expected at least one of them")
 
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
     rows = np.zeros(len(transitions), make_row_dtype(env))
+    for name in RATINGS:
+        rows[name] = np.nan  # not known yet
     for i, transition in enumerate(transitions):
         transition = fill_columns(transition)
         for name, column in COLUMNS.items():
+            if name in RATINGS and name not in transition:
+                continue
             value = transition[name]
             if isinstance(value, dict):
                 if not set(env.obs_keys) <= set(value):
@@ -1319,34 +1433,64 @@ def load_offline_data(args, env):
     for source, source_episodes in episodes.items():
         returns = [episode["rewards"].sum() for episode in source_episodes]
         mean_returns[source] = float(np.mean(returns))
-        if not args.learner:  # which reads single rows
+        if not args.learner:  # the rows that a warm-up kept are not whole episodes
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
-    training = sum(episodes.values(), [np.zeros(0, make_row_dtype(env))])
-    heldout = [np.zeros(0, make_row_dtype(env))]
+    no_rows = np.zeros(0, make_row_dtype(env))
+    training = sum(episodes.values(), [no_rows])
+    heldout = [no_rows]
     if args.early_stop_patience and args.warmup_steps and not args.learner:
-        heldout += training[10::10]  # warm-up: overfitting
-        del training[10::10]
-        if len(heldout) == 1:
-            sys.exit("--early-stop-patience needs ten episodes or more")
+        training, heldout = hold_out(training, args.offline_objective == "bc")
     return np.concatenate(training), np.concatenate(heldout), mean_returns
 
 
-def rate_episodes(args, episodes: dict):
-    """Fill the columns weights, quality and returns where the data file has none."""
+def hold_out(episodes, is_clone):  # warm-up: overfitting
+    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
+    -> training episodes, held-out episodes"""
+    training = []
+    heldout = []
+    num_candidates = 0
+    for episode in episodes:
+        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
+        num_candidates += is_candidate
+        if is_candidate and num_candidates % 10 == 0:
+            heldout.append(episode)
+        else:
+            training.append(episode)
+    if not heldout:
+        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
+    return training, heldout
+
+
+def rate_episodes(args, episodes: dict[str, list]):
+    """Fill the columns of RATINGS where the data file has none."""
     source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
     every_episode = sum(episodes.values(), [])
     returns = [episode["rewards"].sum() for episode in every_episode]
-    lengths = [len(episode) for episode in every_episode]
+    return_range = (min(returns, default=0.0), max(returns, default=1.0))
+    max_length = max(map(len, every_episode), default=1)
     for source, source_episodes in episodes.items():
         for episode in source_episodes:
-            if episode["weights"].min() < 0:
-                quality = compute_data_quality(episode, (min(returns), max(returns)), max(lengths))
-                success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-                bonus = args.success_weight_bonus if success else 1.0
-                episode["quality"] = quality
-                episode["returns"] = return_to_go(episode["rewards"], args.gamma)
-                # warm-up: weights; a quality of 0.5 is neutral
-                episode["weights"] = source_weights[source] * (0.5 + quality) * bonus
+            quality = compute_data_quality(episode, return_range, max_length)
+            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+            bonus = args.success_weight_bonus if success else 1.0
+            # warm-up: weights; a quality of 0.5 is neutral
+            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
+            fill_in(episode, "quality", quality)
+            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
+    threshold = 0.0
+    if every_episode:
+        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
+    for source, source_episodes in episodes.items():
+        for episode in source_episodes:
+            is_cloned = source == "demos"
+            if "demos" not in episodes:
+                is_cloned = episode["quality"] >= threshold
+            fill_in(episode, "is_cloned", is_cloned)
+
+
+def fill_in(episode, column, values):
+    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
 
 
 def write_transitions(path, rows, env):
@@ -1360,19 +1504,24 @@ def write_transitions(path, rows, env):
 
 
 def check_paths(args):
-    """End with a sentence before anything is written."""
+    """Exit with a message before anything is written."""
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
-        sys.exit("the warm-up needs --offline-data-path; --make-data can write such files")
+        sys.exit(
+            f"there are no offline data for {args.env_id}: give --offline-data-path, which "
+            "--make-data can write, or --preset scratch"
+        )
     for path in (args.checkpoint_path, args.demo_path):
         if path and not args.learner and Path(path).exists():
             sys.exit(f"{path} already exists; the warm-up overwrites nothing")
+        if path and not args.learner and not Path(path).parent.is_dir():
+            sys.exit(f"{path} cannot be written: its folder does not exist")
 
 
 # --- video ---
 def draw_pendulum(obs):
-    """Pendulum-v1 draws itself only where pygame is installed.  -> picture of the rod"""
+    """A picture of the rod. Pendulum-v1 itself needs pygame to draw."""
     from PIL import Image, ImageDraw
 
     cos, sin, _ = obs
@@ -1480,6 +1629,7 @@ class Run:
             self.wandb.finish()
 
 
+# --- command line ---
 @dataclass
 class FirstOptions:
     """The options on which the defaults of the others depend."""
@@ -1493,20 +1643,18 @@ class FirstOptions:
 
 
 def default_options(env_id=BUILT_IN, preset="design") -> dict:
-    options = {"env_id": env_id}
+    """Where the defaults of the command line differ from those of Args"""
+    options = {"env_id": env_id, "preset": preset}
     if env_id == BUILT_IN:
         options |= PENDULUM
-    return options | preset_options(env_id, preset)
-
-
-def preset_options(env_id, preset) -> dict:
-    options = PRESETS[preset] | {"preset": preset}
+    options |= PRESETS[preset]
     if env_id == BUILT_IN and preset == "wsrl":
         options |= PENDULUM_WSRL
     return options
 
 
-STAGE_TWO = dict(  # stage two takes these options from the command line only
+STAGE_TWO = dict(  # --learner takes these options from the command line only
+    learner=False,
     run_dir=None,
     resume=False,
     checkpoint_path=None,
@@ -1517,26 +1665,34 @@ STAGE_TWO = dict(  # stage two takes these options from the command line only
 )
 
 
-def parse_args() -> Args:
-    """The defaults: with --resume those of the run, with --learner those of the warm-up."""
-    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "") / "args.json"
-    options = default_options(typed.env_id)
+def saved_options(typed: FirstOptions) -> dict:
+    """Options of the run that --resume continues, or of the warm-up that --learner continues"""
+    path = Path(typed.run_dir or "", "args.json")
     saved = {}
-    if typed.resume and path.exists():
+    if typed.resume and typed.run_dir and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8"))
     elif typed.learner and typed.checkpoint_path:
         saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
-    options |= {field.name: saved[field.name] for field in fields(Args) if field.name in saved}
-    if typed.preset in PRESETS:
-        options |= preset_options(options["env_id"], typed.preset)
+    return {name: saved[name] for name in vars(Args()) if name in saved}
+
+
+def parse_args() -> Args:
+    """The defaults are the saved options, if there are any, else those of task and preset."""
+    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    preset = typed.preset if typed.preset in PRESETS else "design"  # tyro reports a wrong one below
+    saved = saved_options(typed)
+    options = saved or default_options(typed.env_id, preset)
+    if saved and typed.preset not in (None, saved["preset"]):
+        fresh = vars(Args()) | default_options(saved["env_id"], preset)
+        set_by_presets = {"preset"}.union(*PRESETS.values())
+        options = saved | {name: fresh[name] for name in set_by_presets}
     print(f"defaults: {options}")
     defaults = Args()
-    for name, value in options.items():  # not checked yet: what is typed may repair them
+    for name, value in options.items():  # not checked, because a typed option may replace a bad one
         setattr(defaults, name, value)
     args = tyro.cli(Args, description=__doc__, default=defaults)
-    for name, value in options.items():
-        if saved and name != "resume" and getattr(args, name) != value:
+    for name, value in saved.items():
+        if name not in STAGE_TWO and getattr(args, name) != value:
             print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
     return args
 
@@ -1579,9 +1735,10 @@ def load_run(run, agent, online_rb):
     lines = [json.dumps(row) + "\n" for row in run.rows]
     (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     progress = Progress(**state["progress"])
-    for losses in progress.losses:
-        for name in losses:
-            losses[name] = losses[name].to(agent.raw_alpha.device)
+    device = agent.raw_alpha.device
+    progress.losses = [
+        {name: value.to(device) for name, value in losses.items()} for losses in progress.losses
+    ]
     print(f"resuming after step {progress.global_step}")
     return progress, offline_rb
 

@@ -86,9 +86,8 @@ LIKE_SB3 = {  # --why: what the library does otherwise
     "reward not scaled": dict(reward_scale=1.0),  # on Reacher-v5 it never is
     "temperature from 1": dict(init_alpha=1.0),
     "target rate 0.005": dict(tau=0.005),
-    "entropy in the target": dict(backup_entropy=True),
 }
-LIKE_SB3["all five"] = {name: value for each in LIKE_SB3.values() for name, value in each.items()}
+LIKE_SB3["all four"] = {name: value for each in LIKE_SB3.values() for name, value in each.items()}
 WORDS = dict(rate="rate", updates="updates a step", batch="batch", starts="starts", width="width")
 
 
@@ -151,7 +150,6 @@ def run_ours(
     options["warmup_steps"] = (starts or OFFLINE_STEPS) if preset == "design" else 0
     if starts and preset != "design":
         options["warmup_rollout_steps"] = starts
-    constants = {"backup_entropy": more.pop("backup_entropy", False)}  # not an option
     clock = Clock(task)
     explore = wsrl_warmup.explore
 
@@ -181,8 +179,6 @@ def run_ours(
         target = stack.enter_context(tempfile.TemporaryDirectory())
         for name, new in changes.items():
             stack.enter_context(mock.patch.object(wsrl_warmup, name, new))
-        for name, value in constants.items():
-            stack.enter_context(mock.patch.object(wsrl_warmup.Args, name, value))
         args = wsrl_study.make_args(data, options | more, seed, rate, f"{target}/run")
         with contextlib.suppress(Finished):
             wsrl_warmup.main(args)

@@ -59,7 +59,7 @@ def draw(size):
 def update(preset):
     args = Args(**default_options("Own-v0", preset))
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
-    agent = WarmupAgent(np.zeros(17), np.ones(17), np.ones(6), args=args)
+    agent = WarmupAgent(np.zeros(17), np.ones(17), 6, args=args)
     buffer = make_buffer(10_000, 17, 6, alpha)
     empty = PrioritizedReplayBuffer(0, buffer.rows.dtype, alpha)
 

@@ -25,6 +25,7 @@ OWN_TEXT = {
     "FirstOptions": {"wsrl_warmup": "a preset"},
     "Progress": {"wsrl_warmup": "two phases, no interventions"},
     "explore": {"wsrl_warmup": "no gripper"},
+    "learn": {"wsrl_warmup": "two buffers, priorities"},
     "evaluate_policy": {"wsrl_warmup": "no human, no other ranks"},
     "default_options": {"wsrl_warmup": "presets"},
     "finish_run": {"wsrl_warmup": "two videos"},

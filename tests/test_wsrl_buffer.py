@@ -35,7 +35,7 @@ def buffer(n, alpha=0.6, **columns):
 
 def make_agent(**options):
     args = Args(**dict(hidden_size=16, batch_size=32) | options)
-    return WarmupAgent(np.zeros(D), np.ones(D), [1.0] * A, args=args)
+    return WarmupAgent(np.zeros(D), np.ones(D), A, args=args)
 
 
 def filled(td_errors, alpha=0.6):
@@ -133,7 +133,6 @@ def test_errors_find_the_rows_of_a_mixed_batch():
     online = buffer(50, 1.0, obs=2.0, rewards=100 + np.arange(50))
     batch, offline_slots, online_slots = sample_mixed(make_agent(), offline, online, 20 / 32, 0.4)
     assert len(offline_slots) == 20 and len(online_slots) == 12
-    assert batch["is_demo"].tolist() == [True] * 20 + [False] * 12
     assert batch["obs"][:, 0].tolist() == [1.0] * 20 + [2.0] * 12
     errors = batch["rewards"].numpy()  # an error that tells the row
     offline.update_priorities(offline_slots, errors[:20])
@@ -151,6 +150,15 @@ def test_an_error_that_is_not_finite_leaves_a_buffer_that_can_be_drawn_from():
     assert np.isfinite(weights).all() and set(slots) <= {0, 1, 2, 3}
 
 
+def test_an_infinite_error_does_not_take_all_draws_of_later_rows():
+    rb = PrioritizedReplayBuffer(8, DTYPE, 0.6)
+    rb.extend(rows(4))
+    rb.update_priorities(np.arange(4), np.array([np.inf, 1.0, 1.0, 1.0]))
+    rb.extend(rows(4))
+    assert rb.max_priority == pytest.approx(1, abs=1e-5)
+    assert rb.priorities[:4] == pytest.approx([rb.max_priority] * 4, abs=1e-5)  # it is not known
+
+
 def test_rewards_and_returns_are_scaled_when_they_are_drawn():
     rb, nothing = buffer(4, rewards=2.0, returns=-3.0), PrioritizedReplayBuffer(9, DTYPE, 0.6)
     batch, _, _ = sample_mixed(make_agent(reward_scale=0.1), rb, nothing, 1.0, 0.4)
@@ -161,7 +169,7 @@ def test_rewards_and_returns_are_scaled_when_they_are_drawn():
 
 def test_noise_on_observations_is_in_their_standard_deviations():
     args = Args(hidden_size=16, batch_size=4_000)
-    agent = WarmupAgent(np.zeros(D), np.array([1.0, 2.0, 4.0]), [1.0] * A, args=args)
+    agent = WarmupAgent(np.zeros(D), np.array([1.0, 2.0, 4.0]), A, args=args)
     rb, nothing = buffer(4, obs=5.0), PrioritizedReplayBuffer(9, DTYPE, 0.6)
     batch, _, _ = sample_mixed(agent, rb, nothing, 1.0, 0.4, obs_noise=0.1)
     assert batch["obs"].mean(0).tolist() == pytest.approx([5, 5, 5], abs=0.05)

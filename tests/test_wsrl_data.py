@@ -21,6 +21,7 @@ from wsrl_warmup import (
     make_gym_env,
     make_row_dtype,
     make_source,
+    obs_statistics,
     read_source,
     return_to_go,
     split_episodes,
@@ -94,6 +95,35 @@ def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
     assert load_offline_data(args, ENV)[0]["weights"] == pytest.approx(3.5 * 5 / 6)
 
 
+def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path):
+    """With weights and without returns, Cal-QL would have raised the policy's values to 0."""
+    columns = walk(dones=LAST, rewards=-np.ones(6))
+    rows, *_ = load(save(tmp_path / "a.npz", columns | dict(weights=np.arange(6) + 1.0)))
+    assert rows["weights"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert rows["returns"] == pytest.approx(return_to_go(-np.ones(6), 0.99))
+    assert rows["quality"] == pytest.approx((0 + 0.5 + 0.5) / 3)
+    rows, *_ = load(save(tmp_path / "b.npz", columns | dict(returns=np.arange(6) - 9.0)))
+    assert rows["returns"].tolist() == [-9, -8, -7, -6, -5, -4]
+    assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
+    refused(
+        save(tmp_path / "c.npz", columns | dict(returns=np.full(6, np.nan))), "returns of row 0"
+    )
+
+
+def test_cloning_imitates_demonstrations_or_the_best_quarter(tmp_path):
+    def source(i, level):
+        rewards = np.full(6, float(level))
+        return save(tmp_path / f"{i}.npz", walk(start=10.0 * i, dones=LAST, rewards=rewards))
+
+    paths = [source(i, level) for i, level in enumerate((0, 9, 1, 2, 3))]
+    args = Args(offline_data_path=paths[:1], random_data_path=paths[1:])
+    rows, *_ = load_offline_data(args, ENV)
+    assert rows["is_cloned"].tolist() == [1] * 6 + [0] * 24  # the worst source, but it is the demos
+    args = Args(suboptimal_data_path=paths[2:4], random_data_path=[paths[1], paths[4]])
+    rows, *_ = load_offline_data(args, ENV)
+    assert rows["rewards"][rows["is_cloned"] == 1].tolist() == [9] * 6
+
+
 def transitions(wrap=lambda value: value, **others):
     """As HIL-SERL writes them, with images, infos and a grasp_penalty that nobody here reads"""
     columns = walk()
@@ -162,6 +192,24 @@ def test_an_environment_with_images_is_refused_by_name(shape):
         make_gym_env("Camera-v0")
 
 
+def test_nested_observations_are_refused_by_name():
+    class Nested(gym.Env):
+        box = gym.spaces.Box(-1, 1, (2,))
+        observation_space = gym.spaces.Dict(robot=gym.spaces.Dict(arm=box))
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+    gym.register("Nested-v0", Nested)
+    with pytest.raises(SystemExit, match="robot"):
+        make_gym_env("Nested-v0")
+
+
+def test_a_constant_observation_has_a_spread_of_one():
+    """Without data the bounds of the space are the statistics. Here low is high in one of them."""
+    space = gym.spaces.Box(np.float32([-2, 1]), np.float32([2, 1]))
+    mean, std = obs_statistics(space, np.zeros((0, 2)))
+    assert mean.tolist() == [0, 1] and std.tolist() == [2, 1]
+
+
 @pytest.mark.parametrize(
     "space",
     [
@@ -225,6 +273,13 @@ def test_wrong_columns_end_in_one_line(tmp_path, others, words):
     refused(save(tmp_path / "a.npz", walk(**others)), "a.npz", *words)
 
 
+def recipe(name, monkeypatch, *words):
+    """Run a script of the page."""
+    page = (ROOT / "docs" / "wsrl_warmup.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+    exec(re.search(rf"```python\n(# {name}\n.*?)```", page, re.S)[1], {})
+
+
 def test_the_minari_recipe_of_the_page(tmp_path, monkeypatch):
     columns = walk(4)
     parts = dict(
@@ -238,13 +293,67 @@ def test_the_minari_recipe_of_the_page(tmp_path, monkeypatch):
     data = types.SimpleNamespace(iterate_episodes=lambda: episodes)
     minari = types.SimpleNamespace(load_dataset=lambda name: {"a/b-v0": data}[name])
     monkeypatch.setitem(sys.modules, "minari", minari)
-    monkeypatch.setattr(sys, "argv", ["minari_to_npz.py", "a/b-v0", str(tmp_path / "a.npz")])
-    page = (ROOT / "docs" / "wsrl_warmup.md").read_text(encoding="utf-8")
-    exec(re.search(r"```python\n(# minari_to_npz.py\n.*?)```", page, re.S)[1], {})
+    recipe("minari_to_npz.py", monkeypatch, "a/b-v0", tmp_path / "a.npz")
     rows = read_source(str(tmp_path / "a.npz"), ENV)
     assert len(rows) == 8 and (rows["next_obs"][:4] == columns["next_observations"]).all()
     assert rows["masks"].tolist() == [1, 1, 1, 0] * 2
     assert [len(episode) for episode in split_episodes(rows)] == [4, 4]
+
+
+def test_a_data_set_of_the_real_minari(tmp_path, monkeypatch):
+    """Two episodes of Pendulum, which a time limit ends, written and read by the library"""
+    minari = pytest.importorskip("minari")
+    pytest.importorskip("jax")  # minari needs it to write a data set
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    env = minari.DataCollector(gym.make("Pendulum-v1", max_episode_steps=7))
+    played = []
+    for seed in range(2):
+        obs, _ = env.reset(seed=seed)
+        for _ in range(7):
+            action = env.action_space.sample()
+            next_obs, reward, _, _, _ = env.step(action)
+            played.append((obs, action / 2, reward, next_obs))
+            obs = next_obs
+    names = dict(algorithm_name="random", author="a", author_email="a@b.c")
+    env.create_dataset("pendulum/random-v0", code_permalink="https://example.org", **names)
+    env.close()
+    recipe("minari_to_npz.py", monkeypatch, "pendulum/random-v0", tmp_path / "a.npz")
+    rows = read_source(str(tmp_path / "a.npz"), ENV)
+    for row, (obs, action, reward, next_obs) in zip(rows, played, strict=True):
+        assert row["obs"] == pytest.approx(obs) and row["next_obs"] == pytest.approx(next_obs)
+        assert row["actions"] == pytest.approx(action) and row["rewards"] == pytest.approx(reward)
+    assert (rows["masks"] == 1).all()
+    assert [len(episode) for episode in split_episodes(rows)] == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["npz", "hdf5"])
+@pytest.mark.parametrize("with_next", [True, False], ids=["next", "no next"])
+def test_the_d4rl_recipe_of_the_page(kind, with_next, tmp_path, monkeypatch):
+    """Three episodes: one terminates, one is cut off by a time limit, one has no end in the file."""
+    parts = [walk(3), walk(3, start=10.0), walk(3, start=20.0)]
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    data = {name: columns[name] for name in ("observations", "actions", "rewards")}
+    data |= dict(terminals=np.arange(9) == 2, timeouts=np.arange(9) == 5)
+    if with_next:
+        data["next_observations"] = columns["next_observations"]
+    source = tmp_path / f"source.{kind}"
+    if kind == "npz":
+        np.savez(source, **data)
+    else:
+        with pytest.importorskip("h5py").File(source, "w") as file:
+            for name, column in data.items():
+                file[name] = column
+            file["metadata/algorithm"] = "SAC"  # a group, as D4RL has it
+    recipe("d4rl_to_npz.py", monkeypatch, source, tmp_path / "a.npz")
+    rows = read_source(str(tmp_path / "a.npz"), ENV)
+    if with_next:
+        assert rows["masks"].tolist() == [1, 1, 0] + [1] * 6
+        assert [len(episode) for episode in split_episodes(rows)] == [3, 3, 3]
+        assert (rows["next_obs"] == columns["next_observations"]).all()
+    else:  # the last rows of the second and third episode have no next observation
+        assert rows["masks"].tolist() == [1, 1, 0, 1, 1, 1, 1]
+        assert [len(episode) for episode in split_episodes(rows)] == [3, 2, 2]
+        assert rows["next_obs"][:, 0].tolist()[3:] == [11, 12, 21, 22]
 
 
 def test_a_trajectory_cut_in_two_is_two(tmp_path):
@@ -292,13 +401,17 @@ def test_every_tenth_episode_is_held_out(monkeypatch):
     assert (len(rows), len(heldout)) == (7200, 800)
     starts = {tuple(row["obs"]) for row in rows}
     assert not any(tuple(row["obs"]) in starts for row in heldout)
+    args.offline_objective = "bc"  # which imitates ten of the forty episodes
+    rows, heldout, _ = load_offline_data(args, ENV)
+    assert (len(rows), len(heldout)) == (7800, 200)
+    assert (heldout["is_cloned"] == 1).all() and rows["is_cloned"].sum() == 1800
 
 
 def test_early_stopping_needs_episodes_to_hold_out(tmp_path):
     path = save(tmp_path / "a.npz", walk(dones=LAST))
     with pytest.raises(SystemExit, match="ten episodes"):
         load(path, early_stop_patience=1)
-    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0)
+    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0, retention_ratio=1.0)
     assert (len(rows), len(heldout)) == (6, 0)
 
 
@@ -325,6 +438,7 @@ def test_what_the_warm_up_writes_is_what_it_kept(tmp_path):
     rows["actions"] = [[-0.5], [0.25], [1.0]]
     rows["rewards"], rows["masks"] = [1, 2, 3], [1, 1, 0]
     rows["weights"], rows["quality"], rows["returns"] = [1, 2, 3], 0.7, [-5, 6, 7]
+    rows["is_cloned"] = [0, 1, 0]
     write_transitions(tmp_path / "kept.pkl", rows, ENV)
     written = pickle.loads((tmp_path / "kept.pkl").read_bytes())
     assert [float(row["actions"][0]) for row in written] == [-1.0, 0.5, 2.0]

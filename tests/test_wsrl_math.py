@@ -24,9 +24,9 @@ from wsrl_warmup import (
 N, D, A = 12, 4, 2
 
 
-def make_agent(scale=1.0, **options):
+def make_agent(**options):
     args = Args(**dict(hidden_size=16, lr=1e-2, gamma=0.97, init_alpha=0.01) | options)
-    return WarmupAgent(np.zeros(D), np.ones(D), [scale] * A, args=args)
+    return WarmupAgent(np.zeros(D), np.ones(D), A, args=args)
 
 
 def make_batch(seed=0):
@@ -34,9 +34,7 @@ def make_batch(seed=0):
     batch = {name: torch.randn(N, D, generator=rng) for name in ("obs", "next_obs")}
     batch["actions"] = torch.rand(N, A, generator=rng) * 2 - 1
     batch |= dict(rewards=torch.rand(N, generator=rng), masks=torch.ones(N), returns=torch.zeros(N))
-    return batch | dict(
-        weights=torch.ones(N), actor_weights=torch.ones(N), is_demo=torch.ones(N, dtype=torch.bool)
-    )
+    return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N), is_cloned=torch.ones(N))
 
 
 def test_offline_share_and_split_of_256():
@@ -72,8 +70,8 @@ def test_weighted_td_loss_of_a_real_update():
     cases = ((weights, 3.5), (normalize_weights(weights), 3.0), (torch.ones(N), 14 / 3))
     for given, expected in cases:
         agent = make_agent(num_critics=2)
-        agent.critic.qf.layers[-1].weight.data.zero_()
-        agent.critic.qf.layers[-1].bias.data.zero_()  # Q = 0, so the error is -r
+        agent.critic.layers[-1].weight.data.zero_()
+        agent.critic.layers[-1].bias.data.zero_()  # Q = 0, so the error is -r
         batch = make_batch() | {"masks": torch.zeros(N), "weights": given, "rewards": -td}
         stats = agent.update(batch)
         assert stats["critic_loss"].item() == pytest.approx(expected)
@@ -95,7 +93,7 @@ def test_cql_and_calql():
 
 
 def slow_cql(agent, batch, returns=None):
-    """The gap row by row and critic by critic, with torch's own distributions; scale 2: actions are within +-2."""
+    """The gap row by row and critic by critic, with torch's own distributions"""
     torch.manual_seed(5)
     count = agent.NUM_CQL_ACTIONS
     actions, logs = [torch.rand(count, N, A) * 2 - 1], []
@@ -104,21 +102,18 @@ def slow_cql(agent, batch, returns=None):
         sampled = (mean + std * torch.randn(count, N, A)).tanh()
         actions.append(sampled)
         normal = torch.distributions.Normal(mean.double(), std.double())
-        bounds = [
-            torch.distributions.TanhTransform(),
-            torch.distributions.AffineTransform(0.0, 2.0),
-        ]
+        bounds = [torch.distributions.TanhTransform()]
         squashed = torch.distributions.TransformedDistribution(normal, bounds)
-        logs.append(squashed.log_prob(2 * sampled.double()).sum(-1))
-    uniform, total = 2 * -1.386294, 0.0  # of two dims of +-2
-    data = agent.critic.qf(batch["obs"], batch["actions"])
+        logs.append(squashed.log_prob(sampled.double()).sum(-1))
+    uniform, total = 2 * -0.693147, 0.0  # of two dims of +-1
+    data = agent.critic(batch["obs"], batch["actions"])
     for n in range(N):
         for e in range(len(data)):
             terms = []
             for source in range(3):
                 for j in range(count):
                     chosen = actions[source][j, n][None]
-                    q = agent.critic.qf(batch["obs"][n : n + 1], chosen)[e, 0].item()
+                    q = agent.critic(batch["obs"][n : n + 1], chosen)[e, 0].item()
                     q = max(q, returns[n].item()) if returns is not None and source else q
                     terms.append(q - (uniform if source == 0 else logs[source - 1][j, n].item()))
             total += math.log(sum(math.exp(term) for term in terms)) - data[e, n].item()
@@ -127,12 +122,12 @@ def slow_cql(agent, batch, returns=None):
 
 @pytest.mark.parametrize("method", ["cql", "calql"])
 def test_the_conservative_term_against_a_slow_one(method):
-    agent, batch = make_agent(scale=2.0, num_critics=3), make_batch()
+    agent, batch = make_agent(num_critics=3), make_batch()
     batch["returns"] = torch.linspace(-0.5, 0.5, N)
     with torch.no_grad():
         expected = slow_cql(agent, batch, batch["returns"] if method == "calql" else None)
         torch.manual_seed(5)
-        q_values = agent.critic.qf(batch["obs"], batch["actions"])
+        q_values = agent.critic(batch["obs"], batch["actions"])
         gap = agent.conservative_term(batch, batch["obs"], batch["next_obs"], q_values, method)
     assert gap.item() == pytest.approx(expected, abs=1e-4)
 
@@ -150,26 +145,30 @@ def test_the_conservative_term_reaches_the_loss():
 @pytest.mark.parametrize(
     "options", [{}, dict(num_critics=5), dict(layer_norm=False, bc_weight=2.0)]
 )
-@pytest.mark.parametrize("backup_entropy", [False, True])
-def test_the_core_is_that_of_sac_hybrid(options, backup_entropy, monkeypatch):
+def test_the_core_is_that_of_sac_hybrid(options):
     """Everything added off: the same losses and weights, bit for bit, after updates of both kinds."""
     shared = dict(hidden_size=16, lr=1e-2, init_alpha=0.1, gamma=0.97, seed=3, tau=0.01) | options
-    monkeypatch.setattr(Args, "backup_entropy", backup_entropy)
     ours = make_agent(**shared)
-    their_args = sac_hybrid.Args(**shared, backup_entropy=backup_entropy)
+    their_args = sac_hybrid.Args(**shared)
     theirs = sac_hybrid.SACHybridAgent([], A, 0, args=their_args, obs_shapes={"state": (D,)})
-    names = [name for name, _ in theirs.named_parameters()]
-    assert names == [name for name, _ in ours.named_parameters()]
-    theirs.load_state_dict(ours.state_dict(), strict=False)
+    names = {  # here the critic is the ensemble, there it has an encoder and a gripper, too
+        name: name.replace(".qf.", ".") for name, _ in theirs.named_parameters()
+    }
+    assert sorted(names.values()) == sorted(name for name, _ in ours.named_parameters())
+    weights = dict(ours.named_parameters())
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(weights[names[name]])
     for i in range(4):
-        batch = make_batch(i) | {"is_demo": torch.arange(N) < 5}
+        is_demo = torch.arange(N) < 5
+        batch = make_batch(i) | {"is_cloned": is_demo}
         their_batch = batch | {name: {"state": batch[name]} for name in ("obs", "next_obs")}
+        their_batch["is_demo"] = is_demo
         stats = ours.update(batch, train_actor=i % 2 == 1)
         expected = theirs.update(their_batch, train_actor=i % 2 == 1)
         assert all(torch.equal(stats[name], expected[name]) for name in expected)
         assert set(stats) - set(expected) == {"td_errors"}
-    weights = dict(ours.named_parameters())
-    assert all(torch.equal(x, weights[name]) for name, x in theirs.named_parameters())
+    assert all(torch.equal(x, weights[names[name]]) for name, x in theirs.named_parameters())
 
 
 @pytest.mark.parametrize("move", [copy.deepcopy, lambda agent: agent.double().float()])
@@ -222,13 +221,36 @@ def test_cloning_regresses_the_actions_and_the_critics_learn_beside_it():
     assert last["critic_loss"] < 0.5 * first["critic_loss"]
 
 
-def test_what_is_cloned_online_is_the_offline_rows():
-    agent, batch = make_agent(bc_weight=2.0), make_batch()
-    batch["is_demo"] = torch.arange(N) >= 6
+def test_only_marked_rows_are_cloned():
+    """By both options, weighted like the rest of the actor's loss. A batch without them has no loss."""
+    marked, weights = torch.arange(N) >= 6, torch.linspace(0.5, 1.5, N)
+    batch = make_batch() | {"is_cloned": marked, "actor_weights": weights}
+    agent = make_agent(bc_weight=2.0)
     mean, _ = agent.policy(batch["obs"])
-    error = (mean.tanh() - batch["actions"]).square().sum(-1)[6:].mean()
-    assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error.item(), rel=1e-5)
+    distance = (mean.tanh() - batch["actions"]).square().sum(-1)
+    error = (weights * distance)[6:].mean().item()
+    cloner = make_agent()
+    assert cloner.update(batch, method="bc")["actor_loss"].item() == pytest.approx(error, rel=1e-5)
+    assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error, rel=1e-5)
     assert "bc_loss" not in make_agent().update(batch)
+    cloner = make_agent()
+    before = copy.deepcopy(cloner.actor.state_dict())
+    batch["is_cloned"] = torch.zeros(N)
+    assert cloner.update(batch, method="bc")["actor_loss"] == 0
+    assert same(cloner.actor.state_dict(), before)
+
+
+def test_cloning_judges_the_mean_action():
+    """No loss of cloning trains the deviation, so the critics must not learn the value of its samples."""
+    agent, batch = make_agent(num_critics=1), make_batch()
+    next_mean, _ = agent.policy(batch["next_obs"])
+    next_value = agent.critic_target(batch["next_obs"], next_mean.tanh())[0]
+    target = batch["rewards"] + 0.97 * next_value
+    error = agent.critic(batch["obs"], batch["actions"])[0] - target
+    found = agent.update(batch, method="bc")["td_errors"]
+    assert torch.allclose(found, error.detach(), atol=1e-6)
+    sampled = make_agent(num_critics=1).update(batch)["td_errors"]
+    assert not torch.allclose(sampled, error.detach(), atol=1e-3)
 
 
 def test_dropout_is_active_in_the_update_of_the_actor_only():
@@ -253,9 +275,21 @@ def test_an_update_seeds_every_device(monkeypatch):
     assert seeds == [2_000_006, 2_000_007]
 
 
+def test_errors_are_judged_with_as_many_critics_as_training_draws():
+    agent, batch = make_agent(num_critics=4, reward_scale=0.5), make_batch()
+    judged = agent.judge(batch)
+    next_mean, _ = agent.policy(batch["next_obs"])
+    next_q = agent.critic_target(batch["next_obs"], next_mean.tanh())
+    target = 0.5 * batch["rewards"] + 0.97 * torch.minimum(next_q[0], next_q[1])
+    assert torch.allclose(judged["targets"], target)
+    assert judged["td_errors"].shape == (4, N)
+    distance = (agent.policy(batch["obs"])[0].tanh() - batch["actions"]).square().sum(1)
+    assert torch.allclose(judged["clone_errors"], distance)
+
+
 def test_load_gives_the_same_agent(tmp_path):
     args = Args(hidden_size=16, dropout=0.1)
-    agent = WarmupAgent(np.full(D, 0.5), np.ones(D), [1.0] * A, args=args)
+    agent = WarmupAgent(np.full(D, 0.5), np.ones(D), A, args=args)
     for i in range(3):
         agent.update(make_batch(i))
     torch.save(agent.checkpoint(), tmp_path / "final_model.pth")

@@ -1,7 +1,6 @@
 """wsrl_warmup.py: whole runs, two stages as two commands, resume after a kill, what off means, bad input."""
 
 import contextlib
-import copy
 import json
 import os
 import pickle
@@ -218,6 +217,61 @@ def test_the_command_that_stage_one_prints_is_accepted(own, tmp_path, data, caps
     assert bool(args.demo_path) == (args.preset != "wsrl")
 
 
+def test_another_preset_over_saved_options_replaces_all_that_presets_set(tmp_path, data, capsys):
+    """design sets nothing itself, so only the name used to change."""
+    first = dict(preset="wsrl", warmup_rollout_steps=5, lr=5e-3)
+    run(tmp_path / "first", data, **first, checkpoint_path=str(tmp_path / "warm"))
+    typed = f"--learner --checkpoint-path {tmp_path}/warm --demo-path {tmp_path}/filtered_demos.pkl"
+    capsys.readouterr()
+    args = parse_args([*typed.split(), "--preset", "design"])
+    expected = Args(**default_options("Own-v0"))
+    assert all(getattr(args, name) == getattr(expected, name) for name in PRESETS["wsrl"])
+    assert args.lr == 5e-3 and args.env_id == "ShortPendulum-v1", "no preset sets them"
+    out = capsys.readouterr().out
+    assert "changed: --preset wsrl -> design" in out and "changed: --num-critics 10 -> 2" in out
+    assert "changed: --learner" not in out
+    args = parse_args(["--resume", "--run-dir", str(tmp_path / "first"), "--preset", "wsrl"])
+    assert args.warmup_rollout_steps == 5, "the same preset, and what was typed over it"
+
+
+def test_resume_reads_no_options_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "args.json").write_text(json.dumps(dict(lr=7.0)))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        parse_args(["--resume"])
+
+
+def test_a_trained_agent_that_had_no_warm_up_goes_on_with_its_policy(tmp_path, data, monkeypatch):
+    """final_model.pth of scratch: no random actions, and the given rows are all used."""
+    run(tmp_path / "first", {}, preset="scratch")
+    model, demos = str(tmp_path / "first" / "final_model.pth"), data["suboptimal_data_path"][0]
+    explored = spy(monkeypatch, wsrl_warmup, "explore")
+    hand = dict(checkpoint_path=model, learner=True, demo_path=demos, initial_offline_ratio=0.5)
+    own = dict(warmup_steps=0, retention_ratio=0.1, warmup_rollout_steps=5)
+    run(tmp_path / "second", {}, **hand, **own)
+    (agent, obs, step, _), action = explored[0]
+    rng = wsrl_warmup.random_numbers(1, "step", 1)
+    rng.integers(2**31)  # the seed of the episode
+    trained = wsrl_warmup.WarmupAgent.load(model)
+    noise = torch.from_numpy(rng.standard_normal(1, np.float32))
+    assert action == pytest.approx(trained.act(obs, noise))
+    last = rows(tmp_path / "second")[-1]
+    assert last["buffer/offline_size"] == 220
+    assert last["global_step"] == trained.updates + 33
+
+
+def test_speed_counts_the_steps_of_this_command(tmp_path, data, monkeypatch):
+    """The second command begins at step 20 with a new clock."""
+    hand = dict(checkpoint_path=str(tmp_path / "warm.pth"))
+    run(tmp_path / "first", data, **hand)
+    hand |= dict(learner=True, demo_path=str(tmp_path / "filtered_demos.pkl"))
+    steps = spy(monkeypatch, wsrl_warmup, "take_step")
+    monkeypatch.setattr(wsrl_warmup.time, "time", lambda: 50.0 + len(steps))  # a second per step
+    run(tmp_path / "second", {}, **hand)
+    lines = (tmp_path / "second" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["charts/SPS"] for line in lines[1:]] == pytest.approx([1.0] * 7)
+
+
 def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
     """--demo-path may name demonstrations that no warm-up has written: they are rated like demos."""
     run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
@@ -352,8 +406,8 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
     with monkeypatch.context() as patch, error:
         patch.setattr(gym.wrappers.RecordEpisodeStatistics, "step", broken)
         run(tmp_path / "run", data)
-    saved = state(tmp_path / "run")["progress"]["global_step"]
-    assert saved == {"signal": 20 + 11}.get(fault, 20 + 1)
+    saved = state(tmp_path / "run")["progress"]
+    assert (saved["warmup_updates"], saved["env_steps"]) == (20, 11 if fault == "signal" else 1)
     with pytest.raises(SystemExit, match="already exists"):
         run(tmp_path / "run", data)  # no run overwrites another
     run(tmp_path / "run", data, resume=True)
@@ -470,27 +524,73 @@ def test_success_without_a_name_is_the_only_positive_reward():
     assert wsrl_warmup.play_episode(env, lambda obs: np.zeros(1, np.float32), 0)[1] is False
 
 
-def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
-    errors, kept, judge = iter([3.0, 2.0, 5.0, 4.0, 1.0]), [], wsrl_warmup.WarmupAgent.td_errors
+def watch_heldout(monkeypatch, errors):
+    """Make these the errors of the checks.  -> list of checkpoints, one per check"""
+    checked, judge = [], wsrl_warmup.WarmupAgent.judge
 
     def watch(self, batch):
-        if len(batch["rewards"]) > 44:  # retention, afterwards
-            return judge(self, batch)
-        assert len(batch["rewards"]) == 44  # four of the forty episodes are held out
-        kept.append(copy.deepcopy(self.state_dict()))
-        variance_one = torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5
-        return torch.full((2, 4), next(errors) ** 0.5), variance_one
+        found = judge(self, batch)
+        if len(batch["rewards"]) == 44:  # four of the forty episodes; retention judges more rows
+            checked.append(self.checkpoint())
+            found["targets"] = torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5  # their variance is 1
+            found["td_errors"] = torch.full((2, 4), errors[len(checked) - 1] ** 0.5)
+        return found
 
-    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "td_errors", watch)
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "judge", watch)
+    return checked
+
+
+def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
+    checked = watch_heldout(monkeypatch, [3.0, 2.0, 5.0, 4.0, 1.0])
     hand = dict(checkpoint_path=str(tmp_path / "warm.pth"))
     run(tmp_path / "run", data, early_stop_patience=2, **hand)
-    assert len(kept) == 4 and "early stop of the warm-up after 4 updates" in capsys.readouterr().out
-    warm = state(tmp_path, "warm.pth")
-    assert same(kept[1], warm["model"]) and state(tmp_path / "run")["progress"]["global_step"] == 20
-    name = "losses/heldout_error"
-    assert [row[name] for row in rows(tmp_path / "run") if name in row] == pytest.approx(
-        [3, 2, 5, 4]
-    )
+    out = capsys.readouterr().out
+    assert len(checked) == 4 and "early stop of the warm-up after 4 updates" in out
+    warm, best = state(tmp_path, "warm.pth"), checked[1]
+    assert same(best["model"], warm["model"]) and warm["updates"] == 4
+    for name in ("critic_optimizer", "actor_optimizer"):
+        left, right = (x[name]["state"] for x in (best, warm))
+        assert left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    lines = rows(tmp_path / "run")
+    errors = [row["losses/heldout_error"] for row in lines if "losses/heldout_error" in row]
+    assert errors == pytest.approx([3, 2, 5, 4])
+    assert [row["global_step"] for row in lines] == [0, 1, 2, 3, 4], "a step that was not made"
+
+
+def test_after_an_early_stop_the_run_goes_online(tmp_path, data, monkeypatch):
+    """In one command and in two, stopped and resumed: the same steps, and beta ends at 1."""
+    own = dict(early_stop_patience=1)
+    watch_heldout(monkeypatch, [1.0, 2.0] * 3)
+    drawn = spy(monkeypatch, wsrl_warmup, "sample_mixed")
+    run(tmp_path / "both", data, **own)
+    assert rows(tmp_path / "both")[-1]["global_step"] == 2 + 33
+    assert [args[4] for args, _ in drawn][-1] == 1.0
+    hand = own | dict(checkpoint_path=str(tmp_path / "warm.pth"))
+    watch_heldout(monkeypatch, [1.0, 2.0])
+    run(tmp_path / "first", data, **hand)
+    hand |= dict(learner=True, demo_path=str(tmp_path / "filtered_demos.pkl"))
+    run(tmp_path / "second", {}, **hand)
+    assert rows(tmp_path / "second")[1:] == rows(tmp_path / "both")[3:]
+
+
+def test_the_last_weights_of_a_warm_up_are_judged(tmp_path, data, monkeypatch):
+    """45 updates are checked at every second one, and at the last one."""
+    checked = watch_heldout(monkeypatch, [9.0] * 22 + [1.0])
+    hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), warmup_steps=45)
+    run(tmp_path / "run", data, early_stop_patience=99, **hand)
+    assert len(checked) == 23 and checked[-1]["updates"] == 45
+    assert same(checked[-1]["model"], state(tmp_path, "warm.pth")["model"])
+
+
+def test_early_stopping_of_a_clone_judges_its_actions(tmp_path, data, monkeypatch):
+    """On held-out episodes of those that it would imitate; an error of the critics says nothing."""
+    judged = spy(monkeypatch, wsrl_warmup.WarmupAgent, "judge")
+    run(tmp_path / "run", data, preset="bc", early_stop_patience=99)
+    found = [(args[1], errors) for args, errors in judged if len(args[1]["rewards"]) < 100]
+    error = [row["losses/heldout_error"] for row in rows(tmp_path / "run")[1:21]]
+    for (batch, errors), value in zip(found, error, strict=True):
+        assert (batch["is_cloned"] == 1).all() and len(batch["rewards"]) == 11
+        assert errors["clone_errors"].mean().item() == pytest.approx(value)
 
 
 def test_normalized_by_the_offline_statistics(tmp_path, data):
@@ -498,12 +598,12 @@ def test_normalized_by_the_offline_statistics(tmp_path, data):
     sources = [pickle.loads(Path(paths[0]).read_bytes()) for paths in data.values()]
     obs = np.stack([row["observations"] for source in sources for row in source])
     weights = state(tmp_path / "run")["agent"]["model"]
-    assert weights["critic.encoder.mean"].numpy() == pytest.approx(obs.mean(0), abs=1e-4)
+    assert weights["normalizer.mean"].numpy() == pytest.approx(obs.mean(0), abs=1e-4)
     floor = np.maximum(obs.std(0), [0.3, 0.3, 2.4])
-    assert weights["critic_target.encoder.std"].numpy() == pytest.approx(floor, rel=1e-3)
+    assert weights["normalizer.std"].numpy() == pytest.approx(floor, rel=1e-3)
     run(tmp_path / "scratch", {}, preset="scratch")  # the bounds of the space
     weights = state(tmp_path / "scratch")["agent"]["model"]
-    assert weights["critic.encoder.std"].tolist() == [1, 1, 8]
+    assert weights["normalizer.std"].tolist() == [1, 1, 8]
 
 
 # --- options ---
@@ -547,6 +647,8 @@ def test_names_of_the_design_document():
         (dict(offline_data_path=["absent.npz"]), "absent.npz"),
         (dict(checkpoint_path=__file__), "overwrites nothing"),
         (dict(checkpoint_path="w", demo_path=__file__), "overwrites nothing"),
+        (dict(checkpoint_path="absent/warm.pth"), "absent/warm.pth cannot be written"),
+        (dict(env_id="MountainCarContinuous-v0", warmup_steps=0, retention_ratio=1.0), "scratch"),
     ],
 )
 def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, words, tmp_path):
@@ -564,13 +666,15 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(warmup_steps=-1),
         dict(resume=True),
         dict(gamma=1.5),
+        dict(seed=-1),
         dict(lr=float("nan")),
         dict(learner=True),
         dict(demo_path="x.pkl"),
         dict(learner=True, checkpoint_path="w"),
         dict(PRESETS["wsrl"], learner=True, checkpoint_path="w", demo_path="x.pkl"),
         dict(PRESETS["scratch"], offline_data_path=["a.npz"]),
-        dict(warmup_steps=0, checkpoint_path="w"),
+        dict(warmup_steps=0, checkpoint_path="w", retention_ratio=1.0),
+        dict(warmup_steps=0),  # an untrained critic would choose the rows
         dict(PRESETS["rlpd"], checkpoint_path="w"),
         dict(demo_weight=-1.0),
         dict(success_weight_bonus=0.0),
