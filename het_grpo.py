@@ -6,7 +6,7 @@
 """GRPO agents (arXiv:2402.03300) with hybrid experience training and trajectory replay.
 
 A language model plays a text game over several turns. A task is one start of the game. The model
-plays each task several times, and an episode is judged against the others of its group.
+plays each task several times, and the reward of an episode is compared with the mean of its group.
 
     pool = notes about a first round of episodes                      fill_pool
     repeat:
@@ -18,34 +18,38 @@ plays each task several times, and an episode is judged against the others of it
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a note from the pool, placed before the question. Hybrid experience training
-(AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
-training sample: the prompt that was read, or the question alone. --method says which:
-    baseline  no advice: GRPO
-    ec        the advice stays (the policy learns to use it)
-    ei        the advice is stripped (the policy learns to do without it)
-    het       drawn for each task: half of the tasks keep it, half strip it
-    sft       the simple rival: imitate the run's own successes, kept or stripped at random
-Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, which may have
-no success otherwise: --use-experience-replay.
+Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET,
+from AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
+training sample: the prompt that was read, with advice, or the question alone. --method decides:
+    baseline  no episode gets advice: GRPO
+    ec        samples keep the advice (the policy learns to use it)
+    ei        the advice is stripped from samples (the policy learns to do without it)
+    het       half of the tasks of an iteration keep it, the other half strip it
+    sft       the simple rival: imitate the run's own successes; half of the samples keep it
+Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
+in which every episode fails has no gradient: --use-experience-replay.
 
-What differs from the papers:
-    GRPO          a higher upper clip, a dual clip, no KL penalty, one mean over all tokens of a
-                  minibatch instead of a mean per response
-    AgentEvolver  failures lose weight where stripping made them unlikely (weaken_stripped_failures)
-    ExGRPO        a wider clip instead of a shaped ratio, log-probs of the current policy, buckets
-                  drawn evenly instead of mostly those of medium difficulty, entropy as recorded
-                  instead of the current policy's; solved tasks stay unless --retire-solved
+What differs from the papers (the page docs/het_grpo.md has a table):
+    GRPO          The upper clip is wider than the lower one. The ratio of a token with a negative
+                  advantage is bounded (dual clip). There is no KL penalty. The loss is a mean over
+                  all tokens of a minibatch, not a mean over responses.
+    AgentEvolver  A stripped token with a negative advantage loses weight if stripping made it
+                  unlikely (weaken_stripped_failures). There is no KL penalty.
+    ExGRPO        A wider clip replaces the shaped ratio. Ratios start from the log-probs before
+                  the update, not from the recorded ones. All difficulties are drawn equally often.
+                  The recorded entropy counts, not the current one. Replay starts with the first
+                  success, and solved tasks stay unless --retire-solved.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
 The algorithm comes first, up to `main` and its helpers; environments, models and logging follow.
-Unusual names (convert_offpolicy_to_cmt, samples_to_dataproto, skip_uid_set, ...) are those of the
-design document, docs/design.md. Functions that are also in ppo_v1.py are exact copies; a comment
-"# v1: ..." in them is explained there.
+Some names come from the design document (docs/design.md): convert_offpolicy_to_cmt makes a member
+of a group, samples_to_dataproto makes a batch, skip_uid_set holds retired tasks. Functions that
+are also in ppo_v1.py are exact copies; "# v1: ..." names a feature of that file.
 
     python het_grpo.py                                       # twelve locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
+    python het_grpo.py --model-name FOLDER --chat-template --max-turn-tokens 8 --learning-rate 1e-6
 """
 
 import dataclasses
@@ -67,11 +71,11 @@ from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,31 +84,42 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
-DUAL_CLIP = 3.0  # bound on the ratio where the advantage is negative
+DUAL_CLIP = 3.0  # largest ratio of a token with a negative advantage
 MAX_GRAD_NORM = 1.0
-RETRIEVE_TOP_K = 3  # notes per question
-MAX_NOTES = 1_000  # the oldest notes are dropped
+RETRIEVE_TOP_K = 3  # notes in an advice
+MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
-PRACTICE = 1_000_000  # tasks from here on are for practice: an environment gives them other rules
+PRACTICE = 1_000_000  # the tiny model practises on tasks from here on; their solutions differ
 
-METHODS = {  # what --method sets: episodes with advice, advice in samples, share that keeps it
+# The table of the design document. "woexp" means without experience, "discard" means strip.
+METHODS = {
     "baseline": dict(
-        train_rollout_expmode="woexp", train_sample_expmode="keep", train_sample_keepratio=1.0
+        val_rollout_expmode="woexp",
+        train_rollout_expmode="woexp",
+        train_sample_expmode="keep",
+        train_sample_keepratio=1.0,
     ),
     "ec": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="keep", train_sample_keepratio=1.0
+        val_rollout_expmode="mixed",
+        train_rollout_expmode="mixed",
+        train_sample_expmode="keep",
+        train_sample_keepratio=1.0,
     ),
     "ei": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="discard", train_sample_keepratio=0.0
+        val_rollout_expmode="mixed",
+        train_rollout_expmode="mixed",
+        train_sample_expmode="discard",
+        train_sample_keepratio=0.0,
     ),
     "het": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
-    ),
-    "sft": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
+        val_rollout_expmode="mixed",
+        train_rollout_expmode="mixed",
+        train_sample_expmode="hybrid",
+        train_sample_keepratio=0.5,
     ),
 }
+METHODS["sft"] = METHODS["het"]
 
 
 # --- args ---
@@ -130,7 +145,7 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # success: the episode ended and the environment gave this much
+    success_reward: float = 1.0  # an episode that ended with at least this return is a success
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
@@ -143,7 +158,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
-    learning_rate: float = 1e-3  # highest learning rate; the default schedule is linear to 0
+    learning_rate: float = 1e-3  # first learning rate; it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
@@ -152,20 +167,20 @@ class Args:
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.28  # upper clip range of on-policy tokens
     ent_coef: float = 0.0  # weight of the entropy bonus
-    imitate_iterations: int = 0  # the first iterations are those of --method sft
+    imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Literal["baseline", "ec", "ei", "het", "sft"] | None = None  # preset (None: het)
-    enable: bool = True  # --no-enable is --method baseline
-    val_rollout_expmode: RolloutMode | None = None  # held-out episodes with advice: part, all, none
-    train_rollout_expmode: RolloutMode | None = None  # training episodes with advice
+    method: Literal["baseline", "ec", "ei", "het", "sft"] = "het"  # sets the options that are None
+    enable: bool = True  # --no-enable: no experience, as --method baseline
+    val_rollout_expmode: RolloutMode | None = None  # held-out episodes with advice (woexp: none)
+    train_rollout_expmode: RolloutMode | None = None  # training episodes with advice (woexp: none)
     rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
-    train_sample_expmode: SampleMode | None = None  # advice in training samples: keep, strip, mix
-    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
+    train_sample_expmode: SampleMode | None = None  # keep or discard the advice; hybrid: some tasks
+    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep the advice
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
     updated_freq: int = 1  # iterations between additions to the pool (0: never)
-    val_summarizer_save: bool = False  # add notes about held-out tasks, too: a leak
+    val_summarizer_save: bool = False  # add notes about held-out tasks: leaks them into training
     summarizer: str | None = None  # file.py:function(episodes, ask) -> list of (topic, text)
     retriever: str | None = None  # file.py:function(question, top_k) -> text
     off_cliprange_high: float = 0.6  # upper clip range of stripped and replayed tokens
@@ -173,46 +188,53 @@ class Args:
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
     exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when recorded
-    experience_rbound: int | None = None  # most successes of a replayed task (None: n - 1)
-    replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the ratio
+    experience_rbound: int | None = (
+        None  # replay tasks with at most this many successes (None: n-1)
+    )
+    replay_old_logp: Literal["current", "recorded"] = (
+        "current"  # log-probs in the ratio's denominator
+    )
     retire_solved: bool = False  # leave out tasks whose last group had no failure
 
     def __post_init__(self):
-        """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "eval_every", "eval_size", "save_every", "num_train_tasks", "max_turns",
-            "num_tasks", "group_size", "max_turn_tokens", "temperature", "num_iterations",
-            "learning_rate", "update_epochs", "num_minibatches", "gradient_accumulation_steps",
-            "clip_low", "clip_high", "off_cliprange_high",
-        ):  # fmt: skip
+        """Fill in what --method decides, then check. tyro shows a ValueError as an error."""
+        if not self.enable and self.method not in ("het", "baseline"):
+            raise ValueError(f"--no-enable contradicts --method {self.method}")
+        if not self.enable:
+            self.method = "baseline"
+        for name, value in METHODS[self.method].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.experience_rbound is None:
+            self.experience_rbound = self.group_size - 1
+
+        positive = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
+            group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
+            num_minibatches gradient_accumulation_steps clip_low clip_high off_cliprange_high"""
+        for name in positive.split():
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        self.method = self.method or ("het" if self.enable else "baseline")
-        self.check_method()
         for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
-            if not 0 <= self.setting(name) <= 1:
+            if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
-        if self.method != "baseline" and not self.enable:
-            raise ValueError(f"--method {self.method} contradicts --no-enable")
+        self.check_method()
         if self.experience_pool and not self.uses_pool:
             raise ValueError("no episode gets advice, so nothing reads --experience-pool")
-        if self.experience_pool and not Path(self.experience_pool).is_file():
-            raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
         imitates = self.method == "sft" or self.imitate_iterations > 0
         if imitates and self.use_experience_replay:
             raise ValueError("imitation cannot be combined with --use-experience-replay")
         if self.retire_solved and not self.use_experience_replay:
             raise ValueError("--retire-solved needs --use-experience-replay")
         if self.group_size == 1 and self.method != "sft":
-            raise ValueError("an episode is judged against others: 2 is the least --group-size")
+            raise ValueError("a reward is compared with others: at least 2 for --group-size")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
         for name in ("env", "summarizer", "retriever"):
             path, is_file, _ = (getattr(self, name) or "").partition(".py:")
             if is_file and not Path(path + ".py").is_file():
                 raise ValueError(f"--{name}: there is no file {path}.py")
-        if self.experience_rbound is None:
-            self.experience_rbound = self.group_size - 1
+        if self.experience_pool and not Path(self.experience_pool).is_file():
+            raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
         if self.num_tasks > self.num_train_tasks:
             raise ValueError("--num-train-tasks must be at least --num-tasks")
         if self.system_prompt and not self.chat_template:
@@ -224,38 +246,27 @@ class Args:
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
         num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        rows = self.batch_size // self.num_minibatches
-        if rows < self.gradient_accumulation_steps * num_ranks:
-            raise ValueError("a minibatch has fewer episodes than micro-batches x ranks")
+        num_micro_batches = self.num_minibatches * self.gradient_accumulation_steps
+        if self.batch_size < num_micro_batches * num_ranks:
+            raise ValueError(
+                "a micro-batch of a rank is empty: lower --gradient-accumulation-steps"
+            )
         if self.fsdp and num_ranks == 1:
             raise ValueError("--fsdp needs torchrun with two processes or more")
-        if self.fsdp and self.eval_size < num_ranks:
-            raise ValueError("--fsdp: every rank needs a held-out task, raise --eval-size")
-
-    def setting(self, name: str):
-        """The value of an option that was given, or else the method's. args.json has the former."""
-        given = getattr(self, name)
-        if given is not None:
-            return given
-        if name == "val_rollout_expmode":
-            return "woexp" if self.method == "baseline" else "mixed"
-        return METHODS[self.method][name]
 
     def check_method(self):
-        """An option that contradicts the method is an error. `sft` allows all of them."""
-        preset = METHODS[self.method]
-        plays_with_advice = self.setting("train_rollout_expmode") != "woexp"
-        contradictions = {
-            "train_rollout_expmode": plays_with_advice == (self.method == "baseline"),
-            "train_sample_expmode": self.setting("train_sample_expmode")
-            != preset["train_sample_expmode"],
-            "train_sample_keepratio": self.method != "het"
-            and self.setting("train_sample_keepratio") != preset["train_sample_keepratio"],
-        }
-        for name, is_contradiction in contradictions.items():
-            if is_contradiction and self.method != "sft":
+        """An option that contradicts the method is an error, but `sft` goes with all of them."""
+        if self.method == "sft":
+            return
+        names = ["train_sample_expmode"]
+        if self.method != "het":
+            names.append("train_sample_keepratio")
+        if "woexp" in (self.train_rollout_expmode, METHODS[self.method]["train_rollout_expmode"]):
+            names.append("train_rollout_expmode")  # mixed and all are equally good
+        for name in names:
+            if getattr(self, name) != METHODS[self.method][name]:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"the method is {self.method}, which contradicts {option}")
+                raise ValueError(f"--method {self.method} contradicts {option}")
 
     @property
     def batch_size(self) -> int:
@@ -263,7 +274,8 @@ class Args:
 
     @property
     def uses_pool(self) -> bool:
-        modes = {self.setting("val_rollout_expmode"), self.setting("train_rollout_expmode")}
+        """Whether some episodes get advice. Imitation plays with advice, too."""
+        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
         return modes != {"woexp"} or self.imitate_iterations > 0
 
 
@@ -271,11 +283,11 @@ class Args:
 # A batch is a dict of tensors, one row per episode:
 #     ids, mask                      (B,P+R)  prompt and response; the mask is 0 on padding
 #     response_mask                  (B,R)    1 on the tokens that the agent sampled
-#     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
-#     replay_mask                    (B,R)    1 on those that are replayed
+#     exp_mask                       (B,R)    1 on sampled tokens that are off-policy: stripped, replayed
+#     replay_mask                    (B,R)    1 on sampled tokens of replayed episodes
 #     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
-#     logprobs                       (B,R)    before the update, after the training prompt
-#     recorded_old_log_probs         (B,R)    the same of a replayed episode, when it was recorded
+#     old_logprobs                   (B,R)    before the update, after the training prompt
+#     recorded_old_log_probs         (B,R)    old_logprobs of the time when an episode was recorded
 #     advantages                     (B,R)
 #     rewards, successes, group_ids  (B,)
 
@@ -324,12 +336,15 @@ def logprobs_and_entropy(policy, batch: dict):
 
 @torch.no_grad()
 def compute_log_prob(policy, batch: dict, args):
-    """The same without gradients, in parts; every rank measures its share.  -> 2 x (B,R)"""
+    """logprobs_and_entropy() of a whole batch without gradients.  -> 2 x (B,R)
+
+    Every rank measures some rows, in micro-batches. The other rows are 0, so that a sum is all.
+    """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
     my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
-    size = args.batch_size // args.num_minibatches // args.gradient_accumulation_steps
-    for rows in my_rows.split(size):
+    num_rows = args.batch_size // args.num_minibatches // args.gradient_accumulation_steps
+    for rows in my_rows.split(num_rows):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
     sum_over_ranks([logprobs, entropy])
@@ -338,6 +353,7 @@ def compute_log_prob(policy, batch: dict, args):
 
 # --- rollout ---
 def empty_list():
+    """The default of a field: a new list for each object."""
     return dataclasses.field(default_factory=list)
 
 
@@ -352,19 +368,23 @@ class Trajectory:
     keep: bool = True  # the training sample keeps the advice
     version: int = 0  # iteration that sampled it
     question: str = ""
-    topic: str = ""  # what a note about this episode is about
+    topic: str = ""  # a note about this episode is found by these words
     advice: str = ""  # what was shown ("": nothing)
     prompt_ids: list[int] = empty_list()  # the question alone
-    advised_ids: list[int] = empty_list()  # the prompt that was read, with advice
+    advised_ids: list[int] = empty_list()  # the prompt that was read
     steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
     turns: list[dict] = empty_list()  # action, observation and reward of each turn
-    sampler_logprobs: list[float] = empty_list()  # one per sampled token
-    reward: float = 0.0
+    sampler_logprobs: list[float] = empty_list()  # one per token of the steps
+    reward: float = 0.0  # sum over the turns
     success: bool = False
     experience: str = ""  # what was done, in words
     is_experience_replay: bool = False
-    old_log_probs: list[float] = empty_list()  # of the response, when recorded
+    old_log_probs: list[float] = empty_list()  # one per token, when recorded
     entropy: float = 0.0  # mean over the sampled tokens, when recorded
+
+    def tokens(self) -> list[int]:
+        """Everything that the policy reads before its next action."""
+        return self.advised_ids + [token for _, ids in self.steps for token in ids]
 
 
 def training_prompt(t: Trajectory) -> list[int]:
@@ -377,7 +397,7 @@ def training_prompt(t: Trajectory) -> list[int]:
 
 
 def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Which episodes of a group get advice, or which tasks keep it: floor(count x ratio)."""
+    """Choose which episodes of a group get advice, or which tasks keep it."""
     if mode in ("woexp", "discard"):
         ratio = 0.0
     if mode in ("all", "keep"):
@@ -388,17 +408,17 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
 
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
-    """The episodes of each task's group that are to be played; replayed members take a place."""
-    sample_mode = args.setting("train_sample_expmode")
-    rollout_mode = args.setting("train_rollout_expmode")
-    keeps = draw(len(tasks), sample_mode, args.setting("train_sample_keepratio"), rng)
+    """What is to be played: the group of each task, less its replayed members."""
+    mode = args.train_sample_expmode
+    keeps = draw(len(tasks), mode, args.train_sample_keepratio, rng)
     for t in replayed:
-        if t.advice:  # its log-probs were recorded with this kind of prompt: the group uses it, too
+        # A group has one kind of prompt, and the recorded log-probs are those of this kind.
+        if t.advice:
             keeps[t.data_id] = t.keep
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-        guided = draw(num_fresh, rollout_mode, args.rollout_expratio, rng)
+        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
         for i in range(num_fresh):
             t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
             planned.append(t)
@@ -406,7 +426,7 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
 
 
 def inject_experience(question: str, advice: str, template: str) -> str:
-    """Not str.format: the texts may contain braces."""
+    """Put the advice before the question. The texts may have braces: str.format would fail."""
     if not advice:
         return question
     before, _, after = template.partition("{}")
@@ -433,38 +453,39 @@ def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=Non
     ids = padded.clamp(min=0)
     mask = (padded >= 0).long()
     cache = None  # the model makes a cache of its own kind
-    tokens = []
-    logprobs = []
+    turn_ids = [[] for _ in contexts]
+    turn_logprobs = [[] for _ in contexts]
     has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for place in range(max_tokens):
         logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
         logits = logits[:, 0]  # (B,V)
         if uniforms is None:
-            token = logits.argmax(-1)
+            tokens = logits.argmax(-1)
         else:
-            token = sample_token(logits, uniforms[:, place])
-        tokens.append(token.where(~has_ended, -1))
-        logprobs.append(logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1))
-        has_ended |= torch.isin(token, policy.eos_ids)
+            tokens = sample_token(logits, uniforms[:, place])
+        logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        new_ids = tokens.tolist()
+        new_logprobs = logprobs.tolist()
+        for row, ended in enumerate(has_ended.tolist()):
+            if not ended:
+                turn_ids[row].append(new_ids[row])
+                turn_logprobs[row].append(new_logprobs[row])
+        has_ended |= torch.isin(tokens, policy.eos_ids)
         if has_ended.all():
             break
-        ids = token[:, None]
+        ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    turn_ids = [[i for i in row if i >= 0] for row in torch.stack(tokens, 1).tolist()]
-    turn_logprobs = torch.stack(logprobs, 1).tolist()
-    for row, row_ids in zip(turn_logprobs, turn_ids, strict=True):
-        del row[len(row_ids) :]
     return turn_ids, turn_logprobs
 
 
 @dataclass
 class Player:
-    """Plays episodes: a policy, environments, and where advice comes from."""
+    """Plays episodes: a policy, environments, and notes to take advice from."""
 
     policy: Policy
+    dialogue: "Dialogue"
     envs: list
     pool: "ExperiencePool"
-    dialogue: "Dialogue"
     args: Args
 
     def start_game(self, t: Trajectory, env, retrieve, iteration: int):
@@ -476,11 +497,12 @@ class Player:
         t.prompt_ids = self.dialogue.prompt(t.question)
         t.advised_ids = self.dialogue.prompt(prompt)
 
-    def take_turn(self, t: Trajectory, env, ids: list[int]) -> bool:
-        """The environment answers what the agent said.  -> True if the episode goes on"""
+    def take_turn(self, t: Trajectory, env, ids: list[int], logprobs: list[float]) -> bool:
+        """Tell the environment what was sampled.  -> whether the episode goes on"""
         action = self.dialogue.read(ids)
         observation, reward, terminated, truncated, info = env.step(action)
         t.steps.append(("assistant", ids))
+        t.sampler_logprobs += logprobs
         t.turns.append(dict(action=action, observation=observation, reward=reward))
         t.reward += reward
         if terminated or truncated or len(t.turns) == self.args.max_turns:
@@ -488,59 +510,62 @@ class Player:
             actions = " ".join(turn["action"] for turn in t.turns)
             t.experience = info.get("experience", f"{t.topic} : {actions}")
             return False
-        t.steps.append(("env", self.dialogue.reply(observation, ids)))
+        reply_ids = self.dialogue.reply(observation, ids)
+        t.steps.append(("env", reply_ids))
+        t.sampler_logprobs += [0.0] * len(reply_ids)
         return True
 
     def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
-        """As many episodes as there are environments, one turn of all of them at a time."""
+        """Play as many episodes as there are environments, one turn of all of them at a time."""
         retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
-        for t, env in zip(trajectories, self.envs, strict=False):
+        games = list(zip(trajectories, self.envs, strict=False))
+        for t, env in games:
             self.start_game(t, env, retrieve, iteration)
-        playing = list(range(len(trajectories)))
         num_tokens = self.args.max_turn_tokens
-        for turn in range(self.args.max_turns):
-            contexts = []
-            for i in playing:
-                spoken = [token for _, ids in trajectories[i].steps for token in ids]
-                contexts.append(trajectories[i].advised_ids + spoken)
+        first_token = 0
+        while games:
             turn_uniforms = None
             if uniforms is not None:
-                turn_uniforms = uniforms[playing, turn * num_tokens : (turn + 1) * num_tokens]
+                groups = [t.data_id for t, _ in games]
+                places = [t.rollout_id for t, _ in games]
+                turn_uniforms = uniforms[groups, places, first_token : first_token + num_tokens]
+            contexts = [t.tokens() for t, _ in games]
             turn_ids, turn_logprobs = sample_turn(self.policy, contexts, num_tokens, turn_uniforms)
             unfinished = []
-            for i, ids, logprobs in zip(playing, turn_ids, turn_logprobs, strict=True):
-                trajectories[i].sampler_logprobs += logprobs
-                if self.take_turn(trajectories[i], self.envs[i], ids):
-                    unfinished.append(i)
-            playing = unfinished
-            if not playing:
-                break
+            for (t, env), ids, logprobs in zip(games, turn_ids, turn_logprobs, strict=True):
+                if self.take_turn(t, env, ids, logprobs):
+                    unfinished.append((t, env))
+            games = unfinished
+            first_token += num_tokens
 
     def play(self, trajectories: list[Trajectory], iteration: int, uniforms=None):
         """Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
 
-        `uniforms` has a row for each place of a group: (groups, n, turns x tokens). None: greedy.
+        `uniforms` has a number for each token that may be sampled (groups, n, tokens); without
+        them the episodes are greedy.
         """
+        gather_weights(self.policy)
         my_share = trajectories[rank() :: world_size()]
+        if uniforms is not None:
+            uniforms = uniforms.to(self.policy.eos_ids.device)
         for start in range(0, len(my_share), len(self.envs)):
-            part = my_share[start : start + len(self.envs)]
-            part_uniforms = None
-            if uniforms is not None:
-                rows = [uniforms[t.data_id, t.rollout_id] for t in part]
-                part_uniforms = torch.stack(rows).to(self.policy.eos_ids.device)
-            self.play_part(part, iteration, part_uniforms)
+            self.play_part(my_share[start : start + len(self.envs)], iteration, uniforms)
         played = sum(gather_objects(my_share), [])
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
 
 
+def draw_uniforms(num_groups: int, args):
+    return torch.rand(num_groups, args.group_size, args.max_turns * args.max_turn_tokens)
+
+
 # --- training samples ---
 def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
-    """A stored trajectory as a member of a group of this batch."""
+    """A recorded episode as a member of a group of this batch."""
     return replace(stored, data_id=data_id, rollout_id=rollout_id, is_experience_replay=True)
 
 
 def get_extra(t: Trajectory) -> dict:
-    """What a sample carries besides its tokens."""
+    """Properties of a sample that decide how its tokens are treated in the update."""
     is_stripped = bool(t.advice) and not t.keep
     is_replayed = t.is_experience_replay
     return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
@@ -553,54 +578,49 @@ def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
     for role, ids in steps:
         response_ids += ids
         response_mask += [int(role == "assistant")] * len(ids)
-    replay_mask = [bit * int(is_experience_replay) for bit in response_mask]
+    replay_mask = response_mask if is_experience_replay else [0] * len(response_mask)
     return dict(response_ids=response_ids, response_mask=response_mask, replay_mask=replay_mask)
 
 
-def pad(rows: list[list], side: str = "right"):
-    """Lists of numbers -> (B,T), with -1 as padding."""
+def pad(rows: list[list], side: str = "right", value: float = -1):
+    """Lists of numbers -> (B,T)"""
     tensors = [torch.as_tensor(row) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
     """The batch of tensors that is described above `Policy`."""
     columns = defaultdict(list)
     for t in trajectories:
-        sample = tokenize_steps(t.steps, t.is_experience_replay)
-        columns["prompt_ids"].append(training_prompt(t))
-        columns["response_ids"].append(sample["response_ids"])
-        columns["response_mask"].append(sample["response_mask"])
-        columns["replay_mask"].append(sample["replay_mask"])
-        columns["off_policy"].append([get_extra(t)["off_policy"]])
-        columns["rewards"].append(float(t.reward))
-        columns["successes"].append(float(t.success))
-        columns["group_ids"].append(t.data_id)
+        row = tokenize_steps(t.steps, t.is_experience_replay)
+        zeros = [0.0] * len(row["response_ids"])
+        row["sampler_logprobs"] = t.sampler_logprobs or zeros
+        row["recorded_old_log_probs"] = t.old_log_probs or zeros
+        row["prompt_ids"] = training_prompt(t)
+        row["off_policy"] = [get_extra(t)["off_policy"]]
+        for name, values in row.items():
+            columns[name].append(values)
     ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
-    response_mask = pad(columns["response_mask"]).clamp(min=0)
+    response_mask = pad(columns["response_mask"], value=0)
     batch = dict(
         ids=ids.clamp(min=0),
         mask=(ids >= 0).long(),
         response_mask=response_mask,
         exp_mask=response_mask * torch.tensor(columns["off_policy"]),
-        replay_mask=pad(columns["replay_mask"]).clamp(min=0),
-        sampler_logprobs=torch.zeros(response_mask.shape),
-        recorded_old_log_probs=torch.zeros(response_mask.shape),
-        rewards=torch.tensor(columns["rewards"]),
-        successes=torch.tensor(columns["successes"]),
-        group_ids=torch.tensor(columns["group_ids"]),
+        replay_mask=pad(columns["replay_mask"], value=0),
+        sampler_logprobs=pad(columns["sampler_logprobs"], value=0),
+        recorded_old_log_probs=pad(columns["recorded_old_log_probs"], value=0),
+        rewards=torch.tensor([float(t.reward) for t in trajectories]),
+        successes=torch.tensor([float(t.success) for t in trajectories]),
+        group_ids=torch.tensor([t.data_id for t in trajectories]),
     )
-    for i, t in enumerate(trajectories):
-        is_sampled = response_mask[i] == 1
-        batch["sampler_logprobs"][i, is_sampled] = torch.tensor(t.sampler_logprobs)
-        batch["recorded_old_log_probs"][i, : len(t.old_log_probs)] = torch.tensor(t.old_log_probs)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _replace_recorded_old_log_probs(batch: dict, old_log_probs):
-    """Replayed tokens get the log-probs of the time when they were recorded.  (B,R) -> (B,R)"""
+def _replace_recorded_old_log_probs(batch: dict, old_logprobs):
+    """Replayed tokens get the log-probs that were recorded with them.  (B,R) -> (B,R)"""
     is_replayed = batch["replay_mask"] == 1
-    return torch.where(is_replayed, batch["recorded_old_log_probs"], old_log_probs)
+    return torch.where(is_replayed, batch["recorded_old_log_probs"], old_logprobs)
 
 
 # --- math ---
@@ -643,7 +663,7 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
 
 # --- experience pool: notes ---
 def episode_of(t: Trajectory) -> dict:
-    """A trajectory in words, for summarizers and episodes.jsonl."""
+    """An episode in words, for summarizers and episodes.jsonl."""
     lines = [t.question]
     for turn in t.turns:
         lines += [f"> {turn['action']}", turn["observation"]]
@@ -652,8 +672,14 @@ def episode_of(t: Trajectory) -> dict:
 
 
 def summarize_successes(episodes: list[dict], ask) -> list[tuple[str, str]]:
-    """The built-in summarizer: a note is what a success did."""
+    """The built-in summarizer: a note tells what was done in a success."""
     return [(episode["topic"], episode["experience"]) for episode in episodes if episode["success"]]
+
+
+def is_note(note) -> bool:
+    """Whether it is a pair of texts: topic and text."""
+    is_pair = isinstance(note, list | tuple) and len(note) == 2
+    return is_pair and all(isinstance(part, str) for part in note)
 
 
 @functools.lru_cache(100_000)
@@ -664,10 +690,10 @@ def words_of(text: str) -> frozenset:
 class ExperiencePool:
     """Notes about earlier episodes. A summarizer writes them, a retriever finds them."""
 
-    def __init__(self, args, ask=None):
-        self.records: list[dict] = []  # topic, text, and the step that wrote it
+    def __init__(self, args):
+        self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
         self.num_failed_calls = 0
-        self.ask = ask  # function(prompts) -> answers of the policy
+        self.ask = None  # function(prompts) -> answers of the policy; `main` sets it
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         self.retriever = None
@@ -677,7 +703,7 @@ class ExperiencePool:
             self.retriever = load_object(args.retriever)
 
     def add(self, topic: str, text: str, step: int) -> bool:
-        """-> False if the note is empty or has the template in it: advice inside advice"""
+        """Add a note, once.  -> False if it is refused: empty, or with words of the template in it"""
         if not (topic and text) or (self.marker and self.marker in text):
             return False
         if not any(r["topic"] == topic and r["text"] == text for r in self.records):
@@ -687,45 +713,40 @@ class ExperiencePool:
 
     def fill_pool(self, trajectories: list[Trajectory], step: int):
         """Add what the summarizer writes about these episodes. One process asks it."""
-        notes = None
+        notes = []
         if rank() == 0:
-            notes = self.summarize(trajectories)
+            episodes = [episode_of(t) for t in trajectories]
+            notes = call_within_limit(self.summarizer, episodes, self.ask)
+            if not (isinstance(notes, list) and all(is_note(note) for note in notes)):
+                self.count_failure("--summarizer", notes)
+                notes = []
         for topic, text in gather_objects(notes)[0]:
             self.add(topic, text, step)
-
-    def summarize(self, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
-        episodes = [episode_of(t) for t in trajectories]
-        notes = call_within_limit(self.summarizer, episodes, self.ask)
-        try:
-            return [(topic + "", text + "") for topic, text in notes]
-        except (TypeError, ValueError):  # an error, or not pairs of texts
-            self.count_failure("--summarizer", notes)
-            return []
 
     def retrieve(self, question: str, step: int) -> str:
         """Advice for a question, "" if there is none."""
         if self.retriever is None:
             return self.search(question, step)
         advice = call_within_limit(self.retriever, question, RETRIEVE_TOP_K)
-        if isinstance(advice, str):
-            return advice
-        self.count_failure("--retriever", advice)
-        return ""
+        if not isinstance(advice, str):
+            self.count_failure("--retriever", advice)
+            return ""
+        return advice
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
-        print(f"{option} returned {result!r:.300}; the run goes on without new experience")
+        print(f"{option} returned {result!r:.300}; the run goes on without it")
 
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note that was written at step t is readable from t + 1 on. Among notes with equal scores
-        the newest comes first.
+        A note can be read in the iteration after the one that wrote it, not before. Among notes
+        with equal scores the newest comes first.
         """
-        readable = [record for record in reversed(self.records) if record["step"] < step]
+        readable = [record for record in self.records if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
         scored = []
-        for record in readable:
+        for record in reversed(readable):  # the newest first: sorting keeps this order in a tie
             shared = words_of(record["topic"]) & words_of(question)
             # fsum: the order of a set must not matter
             score = math.fsum(math.log(1 + len(readable) / counts[word]) for word in shared)
@@ -736,16 +757,25 @@ class ExperiencePool:
 
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
-                is_good = self.add(record["topic"] + "", record["text"] + "", step=-1)
+                note = (record["topic"], record["text"])
             except (ValueError, KeyError, TypeError, RecursionError):
-                is_good = not line.strip()
-            if not is_good:
+                note = None
+            if not (is_note(note) and self.add(*note, step=-1)):
                 sys.exit(
                     f"--experience-pool {path}: line {number} must be a JSON object with a topic "
                     "and a text, and without the template"
                 )
+
+    def state_dict(self) -> dict:
+        return dict(records=self.records, num_failed_calls=self.num_failed_calls)
+
+    def load_state_dict(self, state: dict):
+        self.records = state["records"]
+        self.num_failed_calls = state["num_failed_calls"]
 
 
 def call_within_limit(function, *inputs):
@@ -755,7 +785,7 @@ def call_within_limit(function, *inputs):
     def target():
         try:
             results.append(function(*inputs))
-        except Exception as error:
+        except BaseException as error:  # sys.exit() of a user's function ends no run, either
             results.append(error)
 
     # A daemon thread: a call that hangs cannot keep the process alive.
@@ -773,20 +803,19 @@ class ExperienceManager:
 
     def __init__(self, args):
         self.args = args
-        self.difficulty: dict[int, int] = {}  # task -> successes in its last group
-        self.skip_uid_set: set[int] = set()  # retired tasks: their last group had no failure
+        self.difficulty: dict[int, int] = {}  # task -> number of successes in its last group
+        self.skip_uid_set: set[int] = set()  # solved tasks, with --retire-solved
         self.memory: dict[int, list[Trajectory]] = {}  # task -> successes
 
     def update_difficulty2task_dict(self, fresh: list[Trajectory]):
-        """Count the successes of each group, replayed members aside."""
+        """Count the successes of each group, without the replayed members."""
         for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            self.difficulty[task] = sum(results)
-            if all(results):  # solved, even if a replayed member left only n - 1 fresh ones
-                self.difficulty[task] = self.args.group_size
+            # A replayed member leaves n - 1 fresh ones: n - 1 successes mean solved, too.
+            self.difficulty[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
-        """Solved tasks retire; a failure brings a task back.  -> what may be stored"""
+        """Retire solved tasks; a task that fails again comes back.  -> what may be recorded"""
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
         if self.args.retire_solved:
@@ -797,15 +826,15 @@ class ExperienceManager:
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        """Successes with small values are kept, and replayed first."""
+        """The success with the lowest number is replayed; a full memory drops the highest."""
         if self.args.exp_select_mode == "random":
             return 0.0
-        if not self.args.use_experience_replay:  # imitation: the shortest has the fewest detours
+        if not self.args.use_experience_replay:  # imitation: a short success has few detours
             return len(t.steps)
         return t.entropy if self.args.exp_select_mode == "argmin" else -t.entropy
 
     def save_trajectories_to_memory(self, trajectories: list[Trajectory]):
-        """A full memory drops the least preferred; among equals the oldest."""
+        """A full memory drops the least preferred success; among equals the oldest."""
         for t in trajectories:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
@@ -813,9 +842,9 @@ class ExperienceManager:
                 stored.remove(max(stored, key=self.preference))
 
     def valid_tasks(self) -> dict[int, list[int]]:
-        """Number of successes -> tasks that may be replayed: the buckets of the replay pool.
+        """Tasks that may be replayed, in buckets: number of successes -> tasks.
 
-        A task without a success in its last group is among them if it has older ones.
+        A task that failed in all of its last group may be replayed if it succeeded before.
         """
         buckets = {}
         for task, num_successes in sorted(self.difficulty.items()):
@@ -836,12 +865,12 @@ class ExperienceManager:
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
-        """One recorded success of a task, in a list."""
+        """The preferred success of a task, as a list. Among equals it is drawn."""
         shuffled = rng.sample(self.memory[task], len(self.memory[task]))
         return sorted(shuffled, key=self.preference)[:1]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
-        """These tasks are the first groups of a batch. A replayed member has the last place."""
+        """A recorded success of each task. It takes the last place of its group."""
         batch = []
         for data_id, task in enumerate(tasks):
             for stored in self.get_offpolicy_trajectories_from_memory(task, rng):
@@ -860,65 +889,66 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """Choose the tasks of an iteration: some from the replay pool, the others in shuffled passes."""
+    """Chooses the tasks of an iteration: some from the replay pool, the others in shuffled passes."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args = args
         self.manager = manager
         self.tasks = tasks
         self.num_passes = 0
-        self.waiting: list[int] = []  # tasks of this pass that have not been played yet, in order
+        self.waiting: list[int] = []  # tasks that this pass has not played yet, in order
 
     def __call__(self, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
-        max_replayed = 0
-        if self.args.use_experience_replay:  # a resumed run may have turned it off
-            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
         experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """Tasks from the front of the pass. Those that this iteration replays wait for the next."""
-        retired = self.manager.skip_uid_set if self.args.retire_solved else set()
+        """The next tasks of the pass. Tasks that are replayed now keep their place in it."""
+        retired = self.manager.skip_uid_set
         if len(set(self.tasks) - retired - set(experience_tasks)) < count:
             retired = set()  # too few are left: retired tasks are played again
+        excluded = retired | set(experience_tasks)
         chosen = []
         while len(chosen) < count:
-            excluded = {*experience_tasks, *chosen, *retired}
             ready = [task for task in self.waiting if task not in excluded]
-            if ready:
-                chosen.append(ready[0])
-                self.waiting.remove(ready[0])
-            else:
-                pass_rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
-                self.waiting = [task for task in self.waiting if task not in retired]
-                self.waiting += pass_rng.sample(self.tasks, len(self.tasks))
-                self.num_passes += 1
+            if not ready:
+                self.start_pass(retired)
+                continue
+            chosen.append(ready[0])
+            excluded.add(ready[0])
+            self.waiting.remove(ready[0])
         return chosen
+
+    def start_pass(self, retired: set[int]):
+        """Append all tasks in a new order to those that are still waiting."""
+        rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
+        self.waiting = [task for task in self.waiting if task not in retired]
+        self.waiting += rng.sample(self.tasks, len(self.tasks))
+        self.num_passes += 1
+
+    def state_dict(self) -> dict:
+        return dict(num_passes=self.num_passes, waiting=self.waiting)
+
+    def load_state_dict(self, state: dict):
+        self.num_passes = state["num_passes"]
+        self.waiting = state["waiting"]
 
 
 def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
     """Replay: note log-probs and entropy in fresh trajectories, before they are stored."""
     for i, t in enumerate(trajectories):
         if not t.is_experience_replay:
-            length = sum(len(ids) for _, ids in t.steps)
-            t.old_log_probs = batch["logprobs"][i, :length].tolist()
+            t.old_log_probs = batch["old_logprobs"][i, : len(t.sampler_logprobs)].tolist()
             t.entropy = masked_mean(entropy[i], batch["response_mask"][i]).item()
 
 
 # --- imitation: --method sft ---
-def options_of_phase(args, iteration: int):
-    """--imitate-iterations: the first iterations are --method sft. Options that were given hold."""
-    if iteration > args.imitate_iterations:
-        return args
-    return replace(args, method="sft", enable=True, imitate_iterations=0)
-
-
 def draw_successes(manager, args, rng) -> list[Trajectory]:
-    """A batch of successes so far, with replacement; keep or strip is drawn for each."""
-    sample_mode = args.setting("train_sample_expmode")
-    keeps = draw(args.batch_size, sample_mode, args.setting("train_sample_keepratio"), rng)
+    """A batch of the run's successes, with replacement; keep or strip is drawn for each sample."""
+    keeps = draw(args.batch_size, args.train_sample_expmode, args.train_sample_keepratio, rng)
     stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
     if not stored:
         return []
@@ -928,12 +958,13 @@ def draw_successes(manager, args, rng) -> list[Trajectory]:
 
 # --- update ---
 def weaken_stripped_failures(batch: dict):
-    """Methods that strip: a failure's token weighs pi(y|question) / pi(y|advice, question) <= 1.
+    """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
-    Without it nothing would end the push against tokens that only the advice had made likely.
+    The factor is at most 1. Without it, tokens that only the advice had made likely would be pushed
+    down for ever. Positive advantages stay: stripping is there to make these tokens more likely.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
-    weights = (batch["logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
+    weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
     weights = weights.where(is_stripped & (batch["advantages"] < 0), 1.0)
     batch["advantages"] = batch["advantages"] * weights
 
@@ -941,62 +972,62 @@ def weaken_stripped_failures(batch: dict):
 def grpo_loss(policy, minibatch: dict, num_tokens, args):
     """-> loss, dict of statistics, log-ratios (B,R)
 
-    Loss and statistics are sums over these rows, divided by the tokens of the whole minibatch:
-    micro-batches and ranks add up.
+    Loss and statistics are sums over these rows, divided by the number of tokens of the whole
+    minibatch. So they can be summed over micro-batches and ranks.
     """
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
-    old_logprobs = minibatch["logprobs"]
+    old_logprobs = minibatch["old_logprobs"]
     advantages = minibatch["advantages"]
-    logprobs, entropy = logprobs_and_entropy(policy, minibatch)
+    new_logprobs, entropy = logprobs_and_entropy(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     on_loss, on_clipped = policy_loss(
-        logprobs, old_logprobs, advantages, args.clip_low, args.clip_high, DUAL_CLIP
+        new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high, DUAL_CLIP
     )
     off_loss, off_clipped = policy_loss(
-        logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
+        new_logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
     )
     pg_loss = torch.where(is_off == 1, off_loss, on_loss)
     clipped = dict(clipfrac_on=on_clipped * (1 - is_off), clipfrac_off=off_clipped * is_off)
     if args.method == "sft":  # cross-entropy, without a clip; the advantage of a success is 1
-        pg_loss = -advantages * logprobs
+        pg_loss = -advantages * new_logprobs
         clipped = {}
     per_token = clipped | dict(
         policy_loss=pg_loss,
         on_policy_loss=pg_loss * (1 - is_off),
         off_policy_loss=pg_loss * is_off,
         entropy=entropy,
-        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        approx_kl=k3_kl(old_logprobs, new_logprobs.detach()),
     )
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}
     loss = means["policy_loss"] - args.ent_coef * means["entropy"]
     stats = {name: mean.detach() for name, mean in means.items()}
-    return loss, stats, logprobs.detach() - old_logprobs
+    return loss, stats, new_logprobs.detach() - old_logprobs
 
 
 def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
     parameters = optimizer.param_groups[0]["params"]
     device = batch["ids"].device
     steps = []
     num_skipped = 0
     for _ in range(args.update_epochs):
-        logratios = torch.zeros_like(batch["logprobs"])
+        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch and the rows of a rank
         shuffled = torch.randperm(args.batch_size).to(device)
         for mb_inds in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
             num_tokens = batch["response_mask"][mb_inds].sum()
             my_inds = mb_inds[rank() :: world_size()]
-            micro_stats = []
+            stats = {}
             for micro_inds in my_inds.tensor_split(args.gradient_accumulation_steps):
-                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, stats, logratio = grpo_loss(policy, minibatch, num_tokens, args)
+                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, micro_stats, logratio = grpo_loss(policy, micro_batch, num_tokens, args)
                 loss.backward()
-                micro_stats.append(stats)
                 logratios[micro_inds] = logratio
-            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+                for name, value in micro_stats.items():
+                    stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
             grad_norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
@@ -1023,27 +1054,32 @@ def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def validate(player: Player, held_out: list[int], iteration: int):
-    """Greedy episodes with and without advice. Changes nothing.  -> metrics, episodes"""
+    """Play held-out tasks greedily, a share of them with advice.  -> metrics, episodes
+
+    The headline, eval/success_rate, is over the tasks without advice if there are any. An episode
+    that was to get advice and found none counts neither as guided nor as unguided.
+    """
     args = player.args
-    mode = args.setting("val_rollout_expmode")
-    guided = draw(len(held_out), mode, args.rollout_expratio, random.Random(0))
+    rng = random.Random(0)
+    guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, rng)
     planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     played = player.play(planned, iteration)
     unguided = [t for t in played if not t.guided]
-    advised = [t for t in played if t.advice]  # guided without advice counts for neither
-    kinds = dict(unguided=unguided, guided=advised, rate=unguided or played)
-    metrics = {"eval/episodic_return": fmean([t.reward for t in kinds["rate"]])}
-    for name, trajectories in kinds.items():
-        if trajectories:
-            metrics[f"eval/success_{name}"] = fmean([t.success for t in trajectories])
+    advised = [t for t in played if t.advice]
+    headline = unguided or played
+    metrics = {
+        "eval/success_rate": fmean([t.success for t in headline]),
+        "eval/episodic_return": fmean([t.reward for t in headline]),
+    }
+    if unguided:
+        metrics["eval/success_unguided"] = fmean([t.success for t in unguided])
+    if advised:
+        metrics["eval/success_guided"] = fmean([t.success for t in advised])
     return metrics, played
 
 
 def rollout_metrics(fresh, replayed, samples) -> dict:
-    """Means over lists of trajectories: new episodes, replayed ones, and all samples of the batch.
-
-    The mean over an empty list is left out.
-    """
+    """Means over new episodes, replayed episodes and samples. A mean over nothing is left out."""
     values = defaultdict(list)
     groups = defaultdict(list)
     for t in fresh:
@@ -1051,12 +1087,12 @@ def rollout_metrics(fresh, replayed, samples) -> dict:
         values["charts/success_rate"].append(t.success)
         values["charts/episodic_return"].append(t.reward)
         values["charts/episodic_length"].append(len(t.turns))
-        if t.advice:
-            values["success/guided"].append(t.success)
-        if not t.guided:  # guided without advice counts for neither, as in evaluations
-            values["success/unguided"].append(t.success)
         if t.guided:
             values["exp/retrieval_empty_frac"].append(not t.advice)
+        else:
+            values["success/unguided"].append(t.success)
+        if t.advice:
+            values["success/guided"].append(t.success)
     for t in samples:
         values["exp/off_frac"].append(get_extra(t)["off_policy"])
     for group in groups.values():
@@ -1081,6 +1117,19 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
     return metrics
 
 
+def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
+    """How far sampler and training pass differ, on new samples that keep their prompt."""
+    is_new = torch.tensor([[int(t.version == iteration)] for t in trajectories])
+    comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"].device)
+    if not comparable.any():
+        return {}
+    difference = (batch["old_logprobs"] - batch["sampler_logprobs"]).abs()
+    mismatch = masked_mean(difference, comparable).item()
+    if mismatch > 0.1 and iteration == 1:
+        sys.exit("the model's log-probs differ between sampling and training")
+    return {"rollout/logprob_mismatch": mismatch}
+
+
 # --- main ---
 def main(args: Args) -> dict[str, float]:
     if args.run_dir and Path(args.run_dir).exists() and not is_resumable(args):
@@ -1093,21 +1142,12 @@ def main(args: Args) -> dict[str, float]:
 
     tasks = list(range(args.num_train_tasks))
     held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
-    envs = [TextEnv(args) for _ in range(args.batch_size)]
-    pool = ExperiencePool(args)
-    if args.experience_pool:
-        pool.load(args.experience_pool)
-    words = []
-    if args.model_name is None:
-        words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
-    lm, tokenizer, eos_ids = load_agent(args, words)
-    policy = Policy(lm, eos_ids, args.temperature).to(device)
-    dialogue = Dialogue(tokenizer, args, eos_ids)
-    player = Player(policy, envs, pool, dialogue, args)
-    pool.ask = functools.partial(ask_policy, policy, dialogue)
     has_checkpoint = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
+    player = make_player(args, tasks, held_out, device)
+    policy = player.policy
+    pool = player.pool
     if args.model_name is None and not has_checkpoint:
-        practise(policy, envs[0], dialogue, args)
+        practise(player)
     broadcast_weights(policy)
     if args.fsdp:
         shard(policy, device)
@@ -1116,25 +1156,26 @@ def main(args: Args) -> dict[str, float]:
     )
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
-    uniforms_shape = (args.group_size, args.max_turns * args.max_turn_tokens)
+    imitation_args = args
+    if args.imitate_iterations:
+        imitation_args = replace(args, enable=True, method="sft", **METHODS["sft"])
 
     run = Run(args)
     state = dict(iteration=0, global_step=0)
+    memories = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
     if has_checkpoint:
         state = load_checkpoint(run, policy, optimizer)
-        pool.records = state["pool"]
-        pool.num_failed_calls = state["num_failed_calls"]
-        manager.load_state_dict(state["manager"])
-        mix.num_passes = state["num_passes"]
-        mix.waiting = state["waiting"]
+        for name, memory in memories.items():
+            memory.load_state_dict(state[name])
         metrics = run.rows[-1]
         episodes = []
     else:
         if args.uses_pool and args.init_exp_before_training:
-            played = play_first_tasks(player, tasks, uniforms_shape)
+            played = play_first_tasks(player, tasks)
             pool.fill_pool(played, step=-1)
             state["global_step"] = len(played)
         metrics, episodes = validate(player, held_out, iteration=0)
+        # A run that was killed before its first checkpoint may have left lines.
         drop_lines_after(-1, run.dir / "metrics.jsonl")
         drop_lines_after(-1, run.dir / "episodes.jsonl")
         run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
@@ -1150,7 +1191,7 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        phase = options_of_phase(args, iteration)
+        phase = imitation_args if iteration <= args.imitate_iterations else args
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1159,7 +1200,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. play the other episodes of each group, some of them with advice
         tasks_of_groups = experience_tasks + on_policy_tasks
         planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
-        fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
+        fresh = player.play(planned, iteration, draw_uniforms(args.num_tasks, args))
         state["global_step"] += len(fresh)
 
         # 3. training samples: a training prompt and a completion
@@ -1169,8 +1210,8 @@ def main(args: Args) -> dict[str, float]:
             trajectories = draw_successes(manager, phase, exp_rng) or trajectories
         batch = samples_to_dataproto(trajectories, device)
 
-        # 4. log-probs before the update; replay records them before it replaces any
-        batch["logprobs"], entropy = compute_log_prob(policy, batch, args)
+        # 4. log-probs before the update; with replay they are recorded
+        batch["old_logprobs"], entropy = compute_log_prob(policy, batch, args)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
         if args.use_experience_replay:
             manager.update_difficulty2task_dict(fresh)
@@ -1178,14 +1219,14 @@ def main(args: Args) -> dict[str, float]:
             storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
             manager.save_trajectories_to_memory(storable)
         if args.replay_old_logp == "recorded":
-            batch["logprobs"] = _replace_recorded_old_log_probs(batch, batch["logprobs"])
+            batch["old_logprobs"] = _replace_recorded_old_log_probs(batch, batch["old_logprobs"])
 
         # 5. advantages
         advantages = group_advantages(batch["rewards"], batch["group_ids"], args.adv_std)
         if phase.method == "sft":
-            advantages = batch["successes"]
+            advantages = batch["successes"]  # without any success all are 0: nothing is learned
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
-        if phase.setting("train_sample_expmode") != "keep":
+        if phase.train_sample_expmode != "keep":
             weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
@@ -1231,11 +1272,7 @@ def main(args: Args) -> dict[str, float]:
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
             state["iteration"] = iteration
-            state["pool"] = pool.records
-            state["num_failed_calls"] = pool.num_failed_calls
-            state["manager"] = manager.state_dict()
-            state["num_passes"] = mix.num_passes
-            state["waiting"] = mix.waiting
+            state |= {name: memory.state_dict() for name, memory in memories.items()}
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
@@ -1243,33 +1280,36 @@ def main(args: Args) -> dict[str, float]:
 
     signals.release()
     progress.close()
-    save_model(policy, tokenizer, run.dir / "final_model")
+    save_model(policy, player.dialogue.tokenizer, run.dir / "final_model")
     print_episodes(episodes)
     run.finish()
     return metrics
 
 
-def play_first_tasks(player: Player, tasks: list[int], uniforms_shape) -> list[Trajectory]:
+def make_player(args, tasks: list[int], held_out: list[int], device) -> Player:
+    """Load or make the model, the environments and the pool of notes."""
+    envs = [TextEnv(args) for _ in range(args.batch_size)]
+    pool = ExperiencePool(args)
+    if args.experience_pool:
+        pool.load(args.experience_pool)
+    words = []
+    if args.model_name is None:
+        words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
+    lm, tokenizer, eos_ids = load_agent(args, words)
+    policy = Policy(lm, eos_ids, args.temperature).to(device)
+    dialogue = Dialogue(tokenizer, args, eos_ids)
+    pool.ask = functools.partial(ask_policy, policy, dialogue)
+    return Player(policy, dialogue, envs, pool, args)
+
+
+def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
     """Episodes of training tasks without advice: the first notes are about them."""
     args = player.args
     num_tasks = min(args.init_exp_before_training, len(tasks))
     planned = []
     for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
         planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
-    return player.play(planned, 0, torch.rand(num_tasks, *uniforms_shape))
-
-
-def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """Sampler against training forward, on new samples with the prompt that was read."""
-    is_new = torch.tensor([[t.version == iteration] for t in trajectories])
-    comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"])
-    if not comparable.any():
-        return {}
-    difference = (batch["logprobs"] - batch["sampler_logprobs"]).abs()
-    mismatch = masked_mean(difference, comparable).item()
-    if mismatch > 0.1 and iteration == 1:
-        sys.exit("the cached steps of this model do not agree with its forward pass")
-    return {"rollout/logprob_mismatch": mismatch}
+    return player.play(planned, 0, draw_uniforms(num_tasks, args))
 
 
 # --- task: environments ---
@@ -1280,9 +1320,9 @@ NAMES = (
 
 
 class LockEnv:
-    """Press four buttons in order; a wrong one costs a turn.
+    """Press four buttons in the right order; a wrong button costs a turn.
 
-    Locks of a family share a secret, held-out ones included: a held-out lock is a new room only.
+    Locks of a family share a secret. A held-out lock is another room of a family that is trained.
     """
 
     actions = ("red", "green", "blue", "gold")
@@ -1296,7 +1336,7 @@ class LockEnv:
         self.secret = rules.choices(self.actions, k=4)
         self.slot = 0
         self.name = self.names[family]
-        # The solution is for the teacher of the warm start, and for advice about unseen locks.
+        # Only the teacher of the warm start reads the solution.
         info = dict(topic=self.name, solution=self.secret)
         return f"lock {self.name} room {room % 100:02d}", info
 
@@ -1340,17 +1380,15 @@ class TextEnv:
         elif ":" in name:
             self.env = load_object(name)(**options)
         else:
-            self.env = gym.make(name, **options)
+            self.env = gym.make(name, **options).unwrapped
         self.success_reward = args.success_reward
-        self.numbers = []
+        names = getattr(self.env, "actions", ())
+        actions = names
         space = getattr(self.env, "action_space", None)
         if isinstance(space, gym.spaces.Discrete):
-            self.numbers = range(space.start, space.start + space.n)
-        self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
-        if isinstance(space, gym.Space) and not (
-            self.actions or isinstance(space, gym.spaces.Text)
-        ):
-            sys.exit(f"--env {name}: actions of {space} have no words; Discrete and Text have")
+            actions = range(space.start, space.start + space.n)
+            names = names or map(str, actions)
+        self.actions = dict(zip(names, actions, strict=True))  # word -> action; empty: any text
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
@@ -1358,25 +1396,26 @@ class TextEnv:
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
-        """The action that is named last counts. Text without an action uses a turn; its reward is -1.
+        """Take the action that the text names last. Text without an action costs a turn and 1 point.
 
-        This -1 does not affect success. An episode is a success if the environment says so in
+        This point does not affect success. An episode is a success if the environment says so in
         info["success"], or else if it ended and the environment's rewards reach --success-reward.
         """
         action = text
         if self.actions:
             found = []
-            for number, name in enumerate(self.actions):
+            for name in self.actions:
                 pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
                 for match in re.finditer(pattern, text, re.IGNORECASE):
-                    found.append((match.end(), len(name), number))
+                    found.append((match.end(), len(name), name))
             if not found:
                 return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
-            _, _, number = max(found)  # of two names that end at one place, the longer one
-            action = (self.numbers or self.actions)[number]
+            _, _, name = max(found)  # of two names that end at one place, the longer one
+            action = self.actions[name]
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.earned += float(reward)
-        success = info.get("success", terminated and self.earned >= self.success_reward)
+        has_earned = self.earned > self.success_reward - 1e-6  # sums of floats are not exact
+        success = info.get("success", terminated and has_earned)
         info = info | dict(success=bool(success))  # it may be a NumPy value, which JSON refuses
         return str(observation), float(reward), bool(terminated), bool(truncated), info
 
@@ -1385,59 +1424,61 @@ class TextEnv:
 WORD = r"\d|[^\W\d]+|[^\w\s]"  # one token: a digit, a word, or a mark
 
 
-def practice_game(env: TextEnv, task: int, rng, args):
-    """A teacher that mostly follows advice, else acts at random.  -> question, advice, turns"""
+def practice_game(env: TextEnv, task: int, rng, args) -> Trajectory:
+    """A teacher plays. It mostly follows its advice; without advice it acts at random."""
     question, info = env.reset(task)
-    words = env.actions or re.findall(WORD, question) or ["ok"]
+    t = Trajectory(task, question=question)
+    words = list(env.actions) or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
-    advice = ""
     if rng.random() < 0.6:
-        advice = f"{info['topic']} : " + " ".join(plan)
-    turns = []
+        t.advice = f"{info['topic']} : " + " ".join(plan)
     for _ in range(args.max_turns):
         action = rng.choice(words)
-        if advice and plan and rng.random() < 0.8:
+        if t.advice and plan and rng.random() < 0.8:
             action = plan[0]
         if plan and action == plan[0]:
             plan.pop(0)
         observation, _, terminated, truncated, _ = env.step(action)
-        turns.append((action, observation))
+        t.turns.append(dict(action=action, observation=observation))
         if terminated or truncated:
             break
-    return question, advice, turns
+    return t
 
 
 def vocabulary(env: TextEnv, tasks, held_out, records: list[dict], args) -> list[str]:
-    """Words of the tiny model: actions, notes, questions, and what games with random actions say."""
+    """Words of the tiny model: those of actions, questions, notes, and some random games."""
     texts = [*env.actions, args.experience_template, "not an action : 0 1 2 3 4 5 6 7 8 9"]
     texts += [record["text"] for record in records]
     texts += [env.reset(task)[0] for task in held_out]
     for task in tasks:
-        question, advice, turns = practice_game(env, task, random.Random(task), args)
-        texts += [question, advice, *sum(turns, ())]
+        t = practice_game(env, task, random.Random(task), args)
+        texts += [t.question, t.advice]
+        for turn in t.turns:
+            texts += turn.values()
     return sorted({word for text in texts for word in re.findall(WORD, text)})
 
 
-def practise(policy, env: TextEnv, dialogue, args):
+def practise(player: Player):
     """Supervised steps on games with random rules: how to play and to follow advice."""
+    args = player.args
+    dialogue = player.dialogue
     print(f"warm start: {args.warm_start_steps} supervised steps on random rules", flush=True)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(player.policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
     for _ in range(args.warm_start_steps):
         games = []
         for task in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
-            question, advice, turns = practice_game(env, task, rng, args)
-            prompt = inject_experience(question, advice, args.experience_template)
-            t = Trajectory(task, advised_ids=dialogue.prompt(prompt))
-            for action, observation in turns:
-                ids = dialogue.encode(action) + [min(dialogue.eos_ids)]
+            t = practice_game(player.envs[0], task, rng, args)
+            prompt = inject_experience(t.question, t.advice, args.experience_template)
+            t.advised_ids = dialogue.prompt(prompt)
+            for turn in t.turns:
+                ids = dialogue.encode(turn["action"]) + [min(dialogue.eos_ids)]
                 ids = ids[: args.max_turn_tokens]
                 t.steps.append(("assistant", ids))
-                t.steps.append(("env", dialogue.reply(observation, ids)))
-                t.sampler_logprobs += [0.0] * len(ids)
+                t.steps.append(("env", dialogue.reply(turn["observation"], ids)))
             games.append(t)
-        batch = samples_to_dataproto(games, policy.eos_ids.device)
-        logprobs, _ = logprobs_and_entropy(policy, batch)
+        batch = samples_to_dataproto(games, player.policy.eos_ids.device)
+        logprobs, _ = logprobs_and_entropy(player.policy, batch)
         (-masked_mean(logprobs, batch["response_mask"])).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -1462,7 +1503,7 @@ class Dialogue:
         self.chat_template = args.chat_template
         self.system_prompt = args.system_prompt
         self.eos_ids = set(eos_ids.tolist())
-        self.encode = functools.cache(self.encode)  # texts repeat
+        self.encode = functools.lru_cache(100_000)(self.encode)  # texts repeat
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
@@ -1485,10 +1526,15 @@ class Dialogue:
         return self.encode(text, add_special_tokens=True)
 
     def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
-        """What follows a turn: EOS if it was not sampled, the observation, the next turn's start."""
+        """What follows a turn: a new line and the observation, or what the chat template puts there.
+
+        The template's text starts with the end of the turn, which the policy may have sampled.
+        """
         text = f"\n{observation}"
-        if self.chat_template:  # what the template puts after an answer
-            answer = "@@" * (1 + len(self.system_prompt))  # too long to be in the system prompt
+        if self.chat_template:
+            # Render a dialogue and take what follows its answer. The answer is longer than the
+            # system prompt, so it cannot be found there.
+            answer = "@@" * (1 + len(self.system_prompt))
             dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
             _, _, text = self.render(dialogue).partition(answer)
         ids = self.encode(text)
@@ -1513,8 +1559,9 @@ def make_word_tokenizer(words: list[str]):
     """One token per word."""
     special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     ids = {token: i for i, token in enumerate([*special.values(), *words])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    pattern = tokenizers.Regex(WORD)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "removed", invert=True)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -1555,6 +1602,7 @@ def transformer_layers(model):
 
 # --- run folder ---
 def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
+    """The first episodes without advice, then the first ones with advice."""
     without_advice = [t for t in trajectories if not t.advice]
     with_advice = [t for t in trajectories if t.advice]
     return without_advice[:count] + with_advice[:count]
@@ -1567,8 +1615,8 @@ def print_episodes(trajectories: list[Trajectory]):
 
 
 PANELS = {  # of curves.png: label of the y-axis, metrics
-    "success without advice (share)": ["success/unguided", "eval/success_unguided"],
-    "success with advice (share)": ["success/guided", "eval/success_guided"],
+    "held-out success (share)": ["eval/success_unguided", "eval/success_guided"],
+    "training success (share)": ["success/unguided", "success/guided"],
     "entropy (nats per token)": ["losses/entropy"],
 }
 
@@ -1630,11 +1678,9 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        logged = set().union(*self.rows)
-        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
-        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(panels))
-        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+        figure = Figure(figsize=(4 * len(PANELS), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for axis, (ylabel, names) in zip(axes, PANELS.items(), strict=True):
             axis.set(xlabel="episodes played", ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
@@ -1665,8 +1711,8 @@ class ResumeArgs:
 
 
 FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template system_prompt
-    warm_start_steps num_tasks group_size experience_template experience_pool
-    init_exp_before_training""".split()
+    warm_start_steps num_tasks group_size method enable experience_template experience_pool
+    init_exp_before_training use_experience_replay retire_solved""".split()
 
 
 def is_resumable(args) -> bool:
@@ -1826,6 +1872,13 @@ def shard(policy, device):
         if isinstance(module, FSDPModule):  # sum gradients over ranks: FSDP's default is the mean
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def gather_weights(policy):
+    """FSDP2: all ranks together, since a rank without an episode to play runs no forward pass."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 def sum_gradients(policy):

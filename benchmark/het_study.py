@@ -167,14 +167,15 @@ def run(job):
 
         return wrapped
 
-    def practise(policy, env, dialogue, args):
+    def practise(player):
+        policy, args = player.policy, player.args
         names = "seed env max_turns warm_start_steps".split()
         key = hashlib.sha1(
             json.dumps([str(getattr(args, name)) for name in names]).encode()
         ).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
-            real(policy, env, dialogue, args)
+            real(player)
             torch.save(policy.state_dict(), path)
         policy.load_state_dict(torch.load(path, weights_only=True))
 

@@ -137,7 +137,8 @@ def test_the_policy_is_asked_what_it_has_learned(page, chat_model, monkeypatch):
 def saved_pool(page):
     import torch
 
-    return torch.load(page / "run" / "checkpoint.pt", weights_only=True)["state"]["pool"]
+    checkpoint = torch.load(page / "run" / "checkpoint.pt", weights_only=True)
+    return checkpoint["state"]["pool"]["records"]
 
 
 def test_the_system_prompt_stands_before_the_question(chat_model):  # noqa: F811

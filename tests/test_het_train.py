@@ -206,7 +206,7 @@ def test_stripped_samples(tmp_path, monkeypatch, advice, in_order):
     group, failures = het.group_advantages(data["rewards"], data["group_ids"]).tolist(), 0
     for i, t in enumerate(trajectories):
         trained = data["response_mask"][i].bool()
-        sampled = torch.tensor(t.sampler_logprobs)
+        sampled = data["sampler_logprobs"][i][trained]
         now = new_logprobs[i][trained].detach()
         expected = torch.full((len(sampled),), group[i])
         torch.testing.assert_close(logprobs[i][trained], now, atol=1e-5, rtol=0)
@@ -233,7 +233,7 @@ def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_ord
             and data["response_mask"].sum() == mb["response_mask"].sum()
         )
         mask = mb["response_mask"].bool()
-        assert loss.item() == pytest.approx(-mb["logprobs"][mask].mean().item(), abs=1e-5)
+        assert loss.item() == pytest.approx(-mb["old_logprobs"][mask].mean().item(), abs=1e-5)
         views |= {(bool(t.advice), t.keep) for t in trajectories}
     assert len(views) == 4, "guided and not, kept and stripped"
 
@@ -280,7 +280,7 @@ def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
         total, replayed = 0.0, mb["replay_mask"].bool()
-        assert torch.equal(mb["logprobs"][replayed], mb["recorded_old_log_probs"][replayed])
+        assert torch.equal(mb["old_logprobs"][replayed], mb["recorded_old_log_probs"][replayed])
         for place in mb["response_mask"].nonzero().tolist():
             w, a = logratio[*place].exp().item(), mb["advantages"][*place].item()
             kind = int(mb["exp_mask"][*place]) + int(mb["replay_mask"][*place])
@@ -582,40 +582,38 @@ def resume(monkeypatch, folder, *flags):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--max-turns 5", "--num-train-tasks 16", "--group-size 8", "--experience-pool x"]
+    "flags",
+    [
+        "--max-turns 5",
+        "--num-train-tasks 16",
+        "--group-size 8",
+        "--experience-pool x",
+        "--method sft",  # its recorded successes have no log-probs
+        "--use-experience-replay",
+        "--no-enable",
+    ],
 )
 def test_resume_refuses_what_the_run_was_built_on(flags, tmp_path, monkeypatch):
     (tmp_path / "x").write_text("")
     run(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"cannot change {flags.split()[0]}"):
+    option = flags.split()[0].replace("--no-", "--")
+    with pytest.raises(SystemExit, match=f"cannot change {option}"):
         resume(monkeypatch, tmp_path / "run", *flags.split())
 
 
-def test_replay_can_be_turned_off_on_resume(tmp_path, monkeypatch):
-    run(tmp_path / "run", num_iterations=4, use_experience_replay=True)
-    assert metrics_without_times(tmp_path / "run")[-1]["replay/experience_tasks"] > 0
-    played = spy(monkeypatch, het, "plan_episodes")
-    flags = ["--no-use-experience-replay", "--num-iterations", "6"]
-    resume(monkeypatch, tmp_path / "run", *flags)
-    assert [len(args[1]) for args, _ in played] == [0, 0]
-    assert [len(planned) for _, planned in played] == [16, 16]
-
-
-def test_resume_can_change_the_method(tmp_path, monkeypatch, capsys):
-    """args.json keeps what was given, so the options of the old method do not contradict the new one."""
-    run(tmp_path / "run")
-    saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
-    assert saved["method"] == "het" and saved["train_rollout_expmode"] is None
+def test_resume_takes_the_saved_options_and_what_is_typed(tmp_path, monkeypatch, capsys):
+    run(tmp_path / "run", train_sample_keepratio=0.25)
     planned = spy(monkeypatch, het, "plan_episodes")
     practised = spy(monkeypatch, het, "practise")
-    resume(monkeypatch, tmp_path / "run", "--method", "baseline", "--num-iterations", "4")
-    assert not any(t.guided for _, episodes in planned for t in episodes) and len(planned) == 1
+    resume(monkeypatch, tmp_path / "run", "--num-iterations", "4", "--rollout-expratio", "0.25")
+    assert [sum(t.guided for t in episodes) for _, episodes in planned] == [4]
+    assert [len({t.data_id for t in episodes if t.keep}) for _, episodes in planned] == [1]
     assert not practised, "the checkpoint has the weights"
     changed = [line for line in capsys.readouterr().out.splitlines() if "changed: " in line]
     assert changed == [
         "changed: --num-iterations 3 -> 4",
-        "changed: --method het -> baseline",
+        "changed: --rollout-expratio 0.5 -> 0.25",
     ]
 
 
@@ -869,7 +867,8 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
                     text(after).endswith(f"{end}\n{start}assistant\n")
                     and text(after).count(start) == 2
                 )
-        assert int(data["response_mask"][i].sum()) == len(t.sampler_logprobs)
+        num_sampled = sum(len(ids) for role, ids in t.steps if role == "assistant")
+        assert int(data["response_mask"][i].sum()) == num_sampled
     assert forced > 0
 
 
@@ -906,12 +905,12 @@ def test_a_row_does_not_depend_on_its_neighbours():
     policy, dialogue = het.Policy(lm, eos_ids, 1.0), het.Dialogue(tokenizer, args, eos_ids)
     pool = het.ExperiencePool(args)
     pool.add("amber", "amber : red", -1)
-    player = het.Player(policy, envs, pool, dialogue, args)
-    uniforms = torch.rand(6, 7, generator=torch.Generator().manual_seed(0))
+    player = het.Player(policy, dialogue, envs, pool, args)
+    uniforms = torch.rand(6, 1, 7, generator=torch.Generator().manual_seed(0))
 
     def play(rows):
-        games = [het.Trajectory(i, guided=True) for i in rows]
-        player.play_part(games, 1, uniforms[rows])
+        games = [het.Trajectory(i, data_id=i, guided=True) for i in rows]
+        player.play_part(games, 1, uniforms)
         return games
 
     together = play(list(range(6)))
