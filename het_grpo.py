@@ -21,27 +21,31 @@ plays each task several times, and the reward of an episode is compared with the
 Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET,
 from AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
 training sample: the prompt that was read, with advice, or the question alone. --method decides:
+
     baseline  no episode gets advice: GRPO
     ec        samples keep the advice (the policy learns to use it)
     ei        the advice is stripped from samples (the policy learns to do without it)
     het       half of the tasks of an iteration keep it, the other half strip it
     sft       the simple rival: imitate the run's own successes; half of the samples keep it
+
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
 in which every episode fails has no gradient: --use-experience-replay.
 
-What differs from the papers (the page docs/het_grpo.md has a table):
-    GRPO          The upper clip is wider than the lower one. The ratio of a token with a negative
-                  advantage is bounded (dual clip). There is no KL penalty. The loss is a mean over
-                  all tokens of a minibatch, not a mean over responses.
+What differs from the papers; docs/het_grpo.md has a table:
+
+    GRPO          The upper clip is wider than the lower one. Where the advantage is negative, the
+                  ratio has a bound (dual clip). There is no KL penalty. The loss is a mean over
+                  all tokens of a minibatch, not over responses.
     AgentEvolver  A stripped token with a negative advantage loses weight if stripping made it
                   unlikely (weaken_stripped_failures). There is no KL penalty.
     ExGRPO        A wider clip replaces the shaped ratio. Ratios start from the log-probs before
                   the update, not from the recorded ones. All difficulties are drawn equally often.
-                  The recorded entropy counts, not the current one. Replay starts with the first
-                  success, and solved tasks stay unless --retire-solved.
+                  The recorded entropy counts, not today's. Replay starts with the first success.
+                  Solved tasks stay, unless --retire-solved. Successes with advice count, too.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
+
 The algorithm comes first, up to `main` and its helpers; environments, models and logging follow.
 Some names come from the design document (docs/design.md): convert_offpolicy_to_cmt makes a member
 of a group, samples_to_dataproto makes a batch, skip_uid_set holds retired tasks. Functions that
@@ -123,8 +127,13 @@ METHODS["sft"] = METHODS["het"]
 
 
 # --- args ---
+Method = Literal["baseline", "ec", "ei", "het", "sft"]
 RolloutMode = Literal["mixed", "all", "woexp"]
 SampleMode = Literal["keep", "discard", "hybrid"]
+SelectMode = Literal["argmin", "argmax", "random"]
+POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
+    group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
+    num_minibatches gradient_accumulation_steps clip_low clip_high off_cliprange_high""".split()
 
 
 @dataclass
@@ -169,13 +178,13 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Literal["baseline", "ec", "ei", "het", "sft"] = "het"  # sets the options that are None
+    method: Method = "het"  # sets those of the options below that are None
     enable: bool = True  # --no-enable: no experience, as --method baseline
-    val_rollout_expmode: RolloutMode | None = None  # held-out episodes with advice (woexp: none)
-    train_rollout_expmode: RolloutMode | None = None  # training episodes with advice (woexp: none)
-    rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
-    train_sample_expmode: SampleMode | None = None  # keep or discard the advice; hybrid: some tasks
-    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep the advice
+    val_rollout_expmode: RolloutMode | None = None  # evaluation: who gets advice (woexp: nobody)
+    train_rollout_expmode: RolloutMode | None = None  # training: who gets advice (woexp: nobody)
+    rollout_expratio: float = 0.5  # mixed: this share of the episodes of a group gets advice
+    train_sample_expmode: SampleMode | None = None  # training samples keep advice or not
+    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
@@ -187,13 +196,9 @@ class Args:
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
-    exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when recorded
-    experience_rbound: int | None = (
-        None  # replay tasks with at most this many successes (None: n-1)
-    )
-    replay_old_logp: Literal["current", "recorded"] = (
-        "current"  # log-probs in the ratio's denominator
-    )
+    exp_select_mode: SelectMode = "argmin"  # the success of lowest recorded entropy is replayed
+    experience_rbound: int | None = None  # successes of a replayed task, at most (None: n - 1)
+    replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the policy ratio
     retire_solved: bool = False  # leave out tasks whose last group had no failure
 
     def __post_init__(self):
@@ -208,15 +213,12 @@ class Args:
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
 
-        positive = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
-            group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
-            num_minibatches gradient_accumulation_steps clip_low clip_high off_cliprange_high"""
-        for name in positive.split():
+        for name in POSITIVE:
             if not getattr(self, name) > 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+                raise ValueError(f"{self.typed(name)}: must be positive")
         for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+                raise ValueError(f"{self.typed(name)}: must be from 0 to 1")
         self.check_method()
         if self.experience_pool and not self.uses_pool:
             raise ValueError("no episode gets advice, so nothing reads --experience-pool")
@@ -226,15 +228,15 @@ class Args:
         if self.retire_solved and not self.use_experience_replay:
             raise ValueError("--retire-solved needs --use-experience-replay")
         if self.group_size == 1 and self.method != "sft":
-            raise ValueError("a reward is compared with others: at least 2 for --group-size")
+            raise ValueError("--group-size 1: must be at least 2, a reward is compared with others")
         if self.experience_template.count("{}") != 1:
             raise ValueError("--experience-template needs exactly one {}")
         for name in ("env", "summarizer", "retriever"):
             path, is_file, _ = (getattr(self, name) or "").partition(".py:")
             if is_file and not Path(path + ".py").is_file():
-                raise ValueError(f"--{name}: there is no file {path}.py")
+                raise ValueError(f"{self.typed(name)}: there is no file {path}.py")
         if self.experience_pool and not Path(self.experience_pool).is_file():
-            raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
+            raise ValueError(f"{self.typed('experience_pool')}: there is no such file")
         if self.num_tasks > self.num_train_tasks:
             raise ValueError("--num-train-tasks must be at least --num-tasks")
         if self.system_prompt and not self.chat_template:
@@ -254,6 +256,10 @@ class Args:
         if self.fsdp and num_ranks == 1:
             raise ValueError("--fsdp needs torchrun with two processes or more")
 
+    def typed(self, name: str) -> str:
+        """An option as it is typed."""
+        return f"--{name.replace('_', '-')} {getattr(self, name)}"
+
     def check_method(self):
         """An option that contradicts the method is an error, but `sft` goes with all of them."""
         if self.method == "sft":
@@ -265,8 +271,7 @@ class Args:
             names.append("train_rollout_expmode")  # mixed and all are equally good
         for name in names:
             if getattr(self, name) != METHODS[self.method][name]:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"--method {self.method} contradicts {option}")
+                raise ValueError(f"--method {self.method} contradicts {self.typed(name)}")
 
     @property
     def batch_size(self) -> int:
@@ -283,8 +288,8 @@ class Args:
 # A batch is a dict of tensors, one row per episode:
 #     ids, mask                      (B,P+R)  prompt and response; the mask is 0 on padding
 #     response_mask                  (B,R)    1 on the tokens that the agent sampled
-#     exp_mask                       (B,R)    1 on sampled tokens that are off-policy: stripped, replayed
-#     replay_mask                    (B,R)    1 on sampled tokens of replayed episodes
+#     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
+#     replay_mask                    (B,R)    1 on those that are replayed
 #     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
 #     old_logprobs                   (B,R)    before the update, after the training prompt
 #     recorded_old_log_probs         (B,R)    old_logprobs of the time when an episode was recorded
@@ -703,7 +708,7 @@ class ExperiencePool:
             self.retriever = load_object(args.retriever)
 
     def add(self, topic: str, text: str, step: int) -> bool:
-        """Add a note, once.  -> False if it is refused: empty, or with words of the template in it"""
+        """Add a note, once.  -> False if it is refused: an empty one, or one with the template"""
         if not (topic and text) or (self.marker and self.marker in text):
             return False
         if not any(r["topic"] == topic and r["text"] == text for r in self.records):
@@ -889,7 +894,7 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """Chooses the tasks of an iteration: some from the replay pool, the others in shuffled passes."""
+    """Chooses the tasks of an iteration: some from the replay pool, the others pass by pass."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args = args
@@ -1366,7 +1371,10 @@ def load_module(path: str):
 def load_object(place: str):
     """file.py:name or module:name"""
     path, _, name = place.rpartition(":")
-    return getattr(load_module(path), name)
+    module = load_module(path)
+    if not hasattr(module, name):
+        sys.exit(f"{place}: there is no {name} in {path}")
+    return getattr(module, name)
 
 
 class TextEnv:
@@ -1396,7 +1404,7 @@ class TextEnv:
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
-        """Take the action that the text names last. Text without an action costs a turn and 1 point.
+        """Take the action that the text names last. Text without one costs a turn and a point.
 
         This point does not affect success. An episode is a success if the environment says so in
         info["success"], or else if it ended and the environment's rewards reach --success-reward.
@@ -1526,7 +1534,7 @@ class Dialogue:
         return self.encode(text, add_special_tokens=True)
 
     def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
-        """What follows a turn: a new line and the observation, or what the chat template puts there.
+        """What follows a turn: a line break and the observation, or what the chat template says.
 
         The template's text starts with the end of the turn, which the policy may have sampled.
         """
@@ -1710,9 +1718,9 @@ class ResumeArgs:
     resume: bool = False
 
 
-FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template system_prompt
-    warm_start_steps num_tasks group_size method enable experience_template experience_pool
-    init_exp_before_training use_experience_replay retire_solved""".split()
+FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template
+    system_prompt warm_start_steps num_tasks group_size method enable experience_template
+    experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 
 def is_resumable(args) -> bool:

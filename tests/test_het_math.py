@@ -371,7 +371,7 @@ def test_presets():
         (dict(train_sample_expmode="keep"), "method het contradicts --train-sample-expmode keep"),
         (dict(train_rollout_expmode="woexp"), "method het contradicts --train-rollout-expmode"),
         (dict(method="ei", enable=False), "--no-enable contradicts --method ei"),
-        (dict(group_size=1), "at least 2 for --group-size"),
+        (dict(group_size=1), "--group-size 1: must be at least 2"),
         (dict(retire_solved=True), "needs --use-experience-replay"),
         (
             dict(
