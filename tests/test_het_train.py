@@ -695,7 +695,7 @@ def test_what_an_environment_hears_and_says(monkeypatch):
     cliff = het.TextEnv(
         het.Args(env="CliffWalking-v1")
     )  # of Gymnasium: actions are said as numbers
-    assert cliff.actions == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
+    assert list(cliff.actions) == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
     assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, (
         "nonsense is no way out"
     )
@@ -724,7 +724,7 @@ def odd_env(monkeypatch, space):
 def test_actions_may_be_negative_numbers(monkeypatch):
     env = odd_env(monkeypatch, gym.spaces.Discrete(3, start=-1))
     env.reset(0)
-    assert env.actions == ["-1", "0", "1"]
+    assert env.actions == {"-1": -1, "0": 0, "1": 1}
     for text, action in (("-1", -1), ("I take -1.", -1), ("not -1 but 1", 1), ("0", 0)):
         env.step(text)
         assert env.env.heard == action, text
@@ -737,10 +737,21 @@ def test_what_an_environment_says_can_be_written_as_json(monkeypatch):
     assert json.loads(json.dumps(env.step("1"))) == ["", 0.0, True, False, {"success": True}]
 
 
-@pytest.mark.parametrize("space", [gym.spaces.MultiBinary(3), gym.spaces.Box(0, 1)])
-def test_actions_without_words_are_refused(space, monkeypatch):
-    with pytest.raises(SystemExit, match="have no words"):
-        odd_env(monkeypatch, space)
+def test_many_small_rewards_reach_the_bar(monkeypatch):
+    """Ten times 0.1 is 0.9999999999999999."""
+    monkeypatch.undo()
+    monkeypatch.setattr(het, "load_object", lambda place: lambda: Odd(None))
+    env = het.TextEnv(het.Args(env="some:Odd"))
+    env.reset(0)
+    ended = [False] * 9 + [True]
+    env.env.step = lambda action: ("", 0.1, ended.pop(0), False, {})
+    assert [env.step("go")[4]["success"] for _ in range(10)] == [False] * 9 + [True]
+
+
+def test_a_missing_class_is_named(tmp_path):
+    (tmp_path / "empty_game.py").write_text("")
+    with pytest.raises(SystemExit, match="there is no Game in"):
+        het.TextEnv(het.Args(env=f"{tmp_path}/empty_game.py:Game"))
 
 
 ENVIRONMENT = """
