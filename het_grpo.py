@@ -950,6 +950,13 @@ def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
             t.entropy = masked_mean(entropy[i], batch["response_mask"][i]).item()
 
 
+def record_successes(manager: ExperienceManager, fresh: list[Trajectory]):
+    """Replay: what the new episodes tell about their tasks, and the successes among them."""
+    manager.update_difficulty2task_dict(fresh)
+    storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
+    manager.save_trajectories_to_memory(storable)
+
+
 # --- imitation: --method sft ---
 def draw_successes(manager, args, rng) -> list[Trajectory]:
     """A batch of the run's successes, with replacement; keep or strip is drawn for each sample."""
@@ -1219,10 +1226,8 @@ def main(args: Args) -> dict[str, float]:
         batch["old_logprobs"], entropy = compute_log_prob(policy, batch, args)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
         if args.use_experience_replay:
-            manager.update_difficulty2task_dict(fresh)
             record_log_probs(trajectories, batch, entropy)
-            storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
-            manager.save_trajectories_to_memory(storable)
+            record_successes(manager, fresh)
         if args.replay_old_logp == "recorded":
             batch["old_logprobs"] = _replace_recorded_old_log_probs(batch, batch["old_logprobs"])
 
@@ -1265,14 +1270,7 @@ def main(args: Args) -> dict[str, float]:
             if args.val_summarizer_save:
                 pool.fill_pool(episodes, iteration)
         run.log(metrics)
-        if metrics.get("exp/retrieval_empty_frac") == 1 and (is_last or iteration == 1):
-            print(f"warning: {len(pool.records)} notes, and no advice for any guided episode")
-
-        status = f"success {metrics['charts/success_rate']:.2f}"
-        progress.set_postfix_str(status, refresh=False)
-        progress.update()
-        if progress.disable:  # the output is not a terminal: print lines instead of a bar
-            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+        print_status(progress, iteration, metrics)
 
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
@@ -1280,7 +1278,8 @@ def main(args: Args) -> dict[str, float]:
             state |= {name: memory.state_dict() for name, memory in memories.items()}
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
-            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+            progress.close()
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
             return metrics
 
     signals.release()
@@ -1614,6 +1613,17 @@ def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Traje
     without_advice = [t for t in trajectories if not t.advice]
     with_advice = [t for t in trajectories if t.advice]
     return without_advice[:count] + with_advice[:count]
+
+
+def print_status(progress, iteration: int, metrics: dict):
+    """Success of the new episodes, beside the bar or as a line, and a warning without advice."""
+    status = f"success {metrics['charts/success_rate']:.2f}"
+    progress.set_postfix_str(status, refresh=False)
+    progress.update()
+    if progress.disable:  # the output is not a terminal: print lines instead of a bar
+        print(f"[{iteration}/{progress.total}] {status}", flush=True)
+    if metrics.get("exp/retrieval_empty_frac") == 1 and iteration in (1, progress.total):
+        print(f"warning: {metrics['exp/pool_size']} notes, no advice for any guided episode")
 
 
 def print_episodes(trajectories: list[Trajectory]):
