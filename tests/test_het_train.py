@@ -654,6 +654,13 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
         assert len(metrics_without_times(tmp_path / "two")) == 4
 
 
+def test_a_rank_without_an_episode_does_not_stop_the_others(tmp_path):
+    """One held-out task and two ranks: the second plays nothing, but it has weights to send."""
+    options = dict(eval_size=1, num_iterations=1, init_exp_before_training=0, fsdp=True)
+    assert two_ranks(lambda rank: run(tmp_path / "two", **options)) == [0, 0]
+    assert len(metrics_without_times(tmp_path / "two")) == 2
+
+
 def test_one_rank_asks_the_summarizer_and_an_error_that_cannot_be_sent_is_counted(tmp_path):
     """An HTTPError holds an open file: it must not travel between processes."""
     (tmp_path / "notes.py").write_text(
