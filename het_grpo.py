@@ -167,7 +167,7 @@ class Args:
     temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
-    learning_rate: float = 1e-3  # first learning rate; it falls linearly to 0
+    learning_rate: float = 1e-3  # highest learning rate; the default schedule is linear to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
