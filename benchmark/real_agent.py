@@ -7,8 +7,8 @@ The game is doors.py, without a chat template: six doors, two keys each. Equal r
 every arm; no arm was tuned. There are two parts:
   given   a pool with a past game of every door. HET and sft play half of their training games with it, sd asks it
           about failures, the baseline sees it in validation only.
-  own     no pool is given. A first round of 72 games and every iteration add notes: the actions of successes (the
-          script's summarizer), or what the policy itself writes down (doors.py:retell). The baseline has no notes.
+  own     no pool is given. After a first round of 72 games and after every iteration the policy itself writes notes
+          about successes (doors.py:retell). The baseline has none.
 """
 
 import argparse
@@ -47,10 +47,10 @@ ARMS = {
     "sft": "--method sft",
     "sd": None,  # measured with distill.py; not run here
 }
-NOTES = " --updated-freq 1 --init-exp-before-training 12 --eval-every 6"
+SHORT = " --num-iterations 4 --eval-every 4 --eval-size 24"
+NOTES = SHORT + " --updated-freq 1 --init-exp-before-training 12"
 OWN = {
-    "no notes": "--method baseline --eval-every 6",
-    "actions of successes": "--method het" + NOTES,
+    "no notes": "--method baseline" + SHORT,
     "notes of the policy": f"--method het --summarizer {HERE}/doors.py:retell" + NOTES,
 }
 RATE, SEEDS = "3e-5", (1, 2, 3)
