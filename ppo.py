@@ -108,7 +108,7 @@ class Args:
 
 
 class PolicyWithValue(nn.Module):
-    """A causal language model with a value head on its last hidden layer."""
+    """A causal language model with a value head on its last hidden states."""
 
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
@@ -127,18 +127,23 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        # The value head reads what the LM head reads. With output_hidden_states=True the model
+        # would keep the output of every layer.
+        hidden = []
+        lm_head = self.lm.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions[:, -ids.shape[1] :],
             past_key_values=cache,
             use_cache=use_cache,
-            output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        hook.remove()
         # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 

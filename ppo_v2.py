@@ -20,6 +20,7 @@ A marker opens each addition to ppo.py in the code; a diff with the parent shows
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
     v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: lora         - train small adapters beside the frozen model, which is also the reference
     v1: best         - keep the best model; stop when the evaluation no longer improves
     v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
@@ -41,6 +42,7 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 """
 
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -108,12 +110,14 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # clip the norm of the gradient
-    # v1: schedule, accumulate, memory, best
+    # v1: schedule, accumulate, memory, lora, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # iterations in which the learning rate rises linearly
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 autocast; weights and losses stay float32
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass
+    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
+    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that LoRA freezes
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
@@ -190,7 +194,7 @@ class Args:
 
 
 class PolicyWithValue(nn.Module):
-    """A causal language model with a value head on its last hidden layer."""
+    """A causal language model with a value head on its last hidden states."""
 
     def __init__(self, lm, eos_ids, temperature: float):
         super().__init__()
@@ -209,18 +213,23 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
+        # The value head reads what the LM head reads. With output_hidden_states=True the model
+        # would keep the output of every layer.
+        hidden = []
+        lm_head = self.lm.get_output_embeddings()
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions[:, -ids.shape[1] :],
             past_key_values=cache,
             use_cache=use_cache,
-            output_hidden_states=True,
             logits_to_keep=num_last,
         )
+        hook.remove()
         # some models ignore logits_to_keep, so we cut again
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(output.hidden_states[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -329,7 +338,9 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
+    # v1: memory: within one autocast, so that each weight is cast once and not at every token
+    with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
+        batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
     is_token = batch["response_mask"] == 1
     is_eos = torch.isin(batch["response_ids"], policy.eos_ids) & is_token
@@ -362,14 +373,14 @@ def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args,
     The KL penalty and logged KLs are then averages over tokens of mu, not of the current policy.
     """
     if args.rollout_lag:
-        past_weights.append({name: x.cpu().clone() for name, x in policy.state_dict().items()})
+        past_weights.append({name: x.cpu().clone() for name, x in trained_weights(policy).items()})
         del past_weights[: -args.rollout_lag - 1]
-        policy.load_state_dict(past_weights[0])
+        policy.load_state_dict(past_weights[0], strict=False)  # it has no frozen weights
     batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
     batch["mu_logprobs"] = batch["logprobs"]
     batch["mu_values"] = batch["values"]
     if args.rollout_lag:
-        policy.load_state_dict(past_weights[-1])
+        policy.load_state_dict(past_weights[-1], strict=False)
         batch["logprobs"], _, batch["values"] = logprobs_and_values_in_parts(policy, batch, args)
     return batch
 
@@ -976,21 +987,26 @@ def main(args: Args) -> dict[str, float]:
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
+    if args.lora_rank:  # v1: lora
+        add_adapters(policy, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    if args.lora_rank:  # v1: lora
+        reference = partial(without_adapters, policy) if args.kl_coef else None
+    else:
+        reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
     # v1: memory, distributed
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.bf16:
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        policy.forward = autocast(policy.forward)
-        if reference is not None:
-            reference.forward = autocast(reference.forward)
+        use_bf16(policy)
+        if isinstance(reference, PolicyWithValue):
+            use_bf16(reference)
     if args.fsdp:
         shard(policy, device)
+    trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
@@ -1157,7 +1173,7 @@ def check_args(args: Args):
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
 
-# v1: checkpoint, accumulate, kl, clip, distributed
+# v1: checkpoint, accumulate, kl, clip, distributed, lora
 def check_v1_args(args: Args):
     for name in (
         "save_every", "max_prompt_length", "gradient_accumulation_steps",
@@ -1166,8 +1182,9 @@ def check_v1_args(args: Args):
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    if args.warmup_steps < 0:
-        raise ValueError("--warmup-steps must not be negative")
+    for name in ("warmup_steps", "lora_rank"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():
@@ -1181,6 +1198,16 @@ def check_v1_args(args: Args):
         raise ValueError("--dual-clip must be above 1")
     if args.fsdp and num_processes() == 1:
         raise ValueError("--fsdp needs torchrun with two processes or more")
+    # v1: lora
+    if args.lora_rank and not importlib.util.find_spec("peft"):
+        raise ValueError("--lora-rank needs peft: pip install peft")
+    if args.lora_rank and args.fsdp:
+        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
+    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
+        raise ValueError(
+            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that are "
+            "trained would be rounded away"
+        )
 
 
 # v2: lag, correction, buffer
@@ -1491,6 +1518,71 @@ def checkpoint_layers(policy):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
+# v1: memory
+def use_bf16(policy):
+    """Matrix products in bfloat16, except in the two heads: rounded logits are wrong log-probs."""
+    device_type = policy.eos_ids.device.type
+    policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
+    for head in (policy.lm.get_output_embeddings(), policy.value_head):
+        head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+        head.forward = torch.autocast(device_type, enabled=False)(head.forward)
+
+
+# v1: lora
+def add_adapters(policy, args):
+    """LoRA (arXiv:2106.09685): beside each linear layer W of the frozen model train B A, of low rank.
+
+    The value head is trained in full, and the LM head is frozen.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    lm = policy.lm
+    if args.weights_dtype == "bfloat16":
+        for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
+            parameter.data = parameter.data.bfloat16()
+        # a float32 copy, because the LM head may share its weights with the embedding
+        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+    config = LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+    )
+    policy.lm = get_peft_model(lm, config)  # adapters are float32; B is 0 at first
+    policy.eval()
+
+
+# v1: lora
+def without_adapters(policy, *inputs):
+    """Outputs of the frozen model. It is the reference, which takes no memory of its own."""
+    with policy.lm.disable_adapter():
+        return policy(*inputs)
+
+
+# v1: lora
+def trained_weights(policy) -> dict:
+    """The state of the policy without the weights that LoRA freezes."""
+    state = {}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if not is_frozen:
+            state[name] = tensor.detach()
+    return state
+
+
+# v1: lora
+def merge_adapters(lm):
+    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    lm = lm.get_base_model()
+    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
+    for name, module in lm.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = f"{name}.base_layer.weight"
+            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
+    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
+    with torch.device("meta"):  # only the structure
+        merged = type(lm)(lm.config)
+    merged.generation_config = lm.generation_config
+    return merged, state
+
+
 # --- run folder ---
 PANELS = {  # of curves.png: label of the y-axis, metrics
     "mean score of a response": ["charts/score", "eval/score"],
@@ -1619,7 +1711,7 @@ class ResumeArgs:
 
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
-    sft_steps chat_template max_prompt_length""".split()
+    sft_steps chat_template max_prompt_length lora_rank weights_dtype""".split()
 
 
 def parse_args() -> Args:
@@ -1652,6 +1744,8 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    # v1: lora: the frozen weights are those of the model that the run starts from
+    policy_state = {name: policy_state[name] for name in trained_weights(policy)}
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     saved["kl_coef_option"] = args.kl_coef
     if rank() == 0:
@@ -1712,8 +1806,11 @@ def save_model(policy, tokenizer, folder: Path):
     """An ordinary Hugging Face folder."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
+        lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        if hasattr(lm, "peft_config"):  # v1: lora
+            lm, lm_state = merge_adapters(lm)
+        lm.save_pretrained(folder, state_dict=lm_state)
         tokenizer.save_pretrained(folder)
 
 
