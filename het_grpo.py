@@ -56,6 +56,7 @@ are also in ppo_v1.py are exact copies; "# v1: ..." names a feature of that file
     python het_grpo.py --model-name FOLDER --chat-template --max-turn-tokens 8 --learning-rate 1e-6
 """
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -88,12 +89,15 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
+CLIP_LOW = 0.2  # the policy ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]
+CLIP_HIGH = 0.28  # for on-policy tokens; --off-cliprange-high for the others
 DUAL_CLIP = 3.0  # largest ratio of a token with a negative advantage
 MAX_GRAD_NORM = 1.0
 RETRIEVE_TOP_K = 3  # notes in an advice
 MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
+WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
 PRACTICE = 1_000_000  # the tiny model practises on tasks from here on; their solutions differ
 
 # The table of the design document. "woexp" means without experience, "discard" means strip.
@@ -133,7 +137,7 @@ SampleMode = Literal["keep", "discard", "hybrid"]
 SelectMode = Literal["argmin", "argmax", "random"]
 POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
     group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
-    num_minibatches gradient_accumulation_steps clip_low clip_high off_cliprange_high""".split()
+    num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
 
 
 @dataclass
@@ -159,7 +163,6 @@ class Args:
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
     system_prompt: str = ""  # with --chat-template: system message before each prompt
-    warm_start_steps: int = 400  # tiny model only: supervised steps on games with random rules
     # rollout
     num_tasks: int = 8  # tasks per iteration (B / n)
     group_size: int = 8  # episodes per task (n), replayed ones included
@@ -171,10 +174,11 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
+    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that LoRA freezes
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28  # upper clip range of on-policy tokens
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
@@ -255,6 +259,19 @@ class Args:
             )
         if self.fsdp and num_ranks == 1:
             raise ValueError("--fsdp needs torchrun with two processes or more")
+        if self.lora_rank < 0:
+            raise ValueError("--lora-rank must not be negative")
+        if self.lora_rank and not importlib.util.find_spec("peft"):
+            raise ValueError("--lora-rank needs peft: pip install peft")
+        if self.lora_rank and self.fsdp:
+            raise ValueError(
+                "--fsdp with --lora-rank: gradients and optimizer are too small to shard"
+            )
+        if self.weights_dtype == "bfloat16" and not (self.lora_rank and self.bf16):
+            raise ValueError(
+                "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that "
+                "are trained would be rounded away"
+            )
 
     def typed(self, name: str) -> str:
         """An option as it is typed."""
@@ -553,8 +570,11 @@ class Player:
         my_share = trajectories[rank() :: world_size()]
         if uniforms is not None:
             uniforms = uniforms.to(self.policy.eos_ids.device)
-        for start in range(0, len(my_share), len(self.envs)):
-            self.play_part(my_share[start : start + len(self.envs)], iteration, uniforms)
+        # Within one autocast each weight is cast once, and not at every token.
+        device_type = self.policy.eos_ids.device.type
+        with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
+            for start in range(0, len(my_share), len(self.envs)):
+                self.play_part(my_share[start : start + len(self.envs)], iteration, uniforms)
         played = sum(gather_objects(my_share), [])
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
 
@@ -996,10 +1016,10 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     on_loss, on_clipped = policy_loss(
-        new_logprobs, old_logprobs, advantages, args.clip_low, args.clip_high, DUAL_CLIP
+        new_logprobs, old_logprobs, advantages, CLIP_LOW, CLIP_HIGH, DUAL_CLIP
     )
     off_loss, off_clipped = policy_loss(
-        new_logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
+        new_logprobs, old_logprobs, advantages, CLIP_LOW, args.off_cliprange_high, DUAL_CLIP
     )
     pg_loss = torch.where(is_off == 1, off_loss, on_loss)
     clipped = dict(clipfrac_on=on_clipped * (1 - is_off), clipfrac_off=off_clipped * is_off)
@@ -1158,13 +1178,20 @@ def main(args: Args) -> dict[str, float]:
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
-    if args.model_name is None and not has_checkpoint:
+    # A checkpoint holds the weights, or with LoRA the adapters beside what practice gives.
+    if args.model_name is None and (args.lora_rank or not has_checkpoint):
         practise(player)
+    if args.lora_rank:
+        add_adapters(policy, args)
+        policy.to(device)
     broadcast_weights(policy)
+    if args.bf16:
+        use_bf16(policy)
     if args.fsdp:
         shard(policy, device)
+    trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
@@ -1469,10 +1496,10 @@ def practise(player: Player):
     """Supervised steps on games with random rules: how to play and to follow advice."""
     args = player.args
     dialogue = player.dialogue
-    print(f"warm start: {args.warm_start_steps} supervised steps on random rules", flush=True)
+    print(f"warm start: {WARM_START_STEPS} supervised steps on random rules", flush=True)
     optimizer = torch.optim.AdamW(player.policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
-    for _ in range(args.warm_start_steps):
+    for _ in range(WARM_START_STEPS):
         games = []
         for task in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
             t = practice_game(player.envs[0], task, rng, args)
@@ -1607,6 +1634,60 @@ def transformer_layers(model):
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
+def use_bf16(policy):
+    """Matrix products in bfloat16, except in the LM head: rounded logits are wrong log-probs."""
+    device_type = policy.eos_ids.device.type
+    policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
+    head = policy.lm.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+    head.forward = torch.autocast(device_type, enabled=False)(head.forward)
+
+
+def add_adapters(policy, args):
+    """LoRA (arXiv:2106.09685): beside each linear layer W of the frozen model train B A, of low rank.
+
+    The LM head is frozen, too.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    lm = policy.lm
+    if args.weights_dtype == "bfloat16":
+        for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
+            parameter.data = parameter.data.bfloat16()
+        # a float32 copy, because the LM head may share its weights with the embedding
+        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+    config = LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+    )
+    policy.lm = get_peft_model(lm, config)  # adapters are float32; B is 0 at first
+    policy.eval()
+
+
+def trained_weights(policy) -> dict:
+    """The state of the policy without the weights that LoRA freezes."""
+    state = {}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if not is_frozen:
+            state[name] = tensor.detach()
+    return state
+
+
+def merge_adapters(lm):
+    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    lm = lm.get_base_model()
+    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
+    for name, module in lm.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = f"{name}.base_layer.weight"
+            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
+    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
+    with torch.device("meta"):  # only the structure
+        merged = type(lm)(lm.config)
+    merged.generation_config = lm.generation_config
+    return merged, state
+
+
 # --- run folder ---
 def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
     """The first episodes without advice, then the first ones with advice."""
@@ -1729,7 +1810,7 @@ class ResumeArgs:
 
 
 FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template
-    system_prompt warm_start_steps num_tasks group_size method enable experience_template
+    system_prompt lora_rank weights_dtype num_tasks group_size method enable experience_template
     experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 
@@ -1764,12 +1845,14 @@ def parse_args() -> Args:
 
 
 # --- checkpoints ---
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    # with LoRA: the frozen weights are those of the model that the run starts from
+    policy_state = {name: policy_state[name] for name in trained_weights(policy)}
     saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     if rank() == 0:
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
@@ -1818,8 +1901,11 @@ def save_model(policy, tokenizer, folder: Path):
     """An ordinary Hugging Face folder."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
+        lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        if hasattr(lm, "peft_config"):  # v1: lora
+            lm, lm_state = merge_adapters(lm)
+        lm.save_pretrained(folder, state_dict=lm_state)
         tokenizer.save_pretrained(folder)
 
 

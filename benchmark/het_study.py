@@ -169,7 +169,7 @@ def run(job):
 
     def practise(player):
         policy, args = player.policy, player.args
-        names = "seed env max_turns warm_start_steps".split()
+        names = "seed env max_turns".split()
         key = hashlib.sha1(
             json.dumps([str(getattr(args, name)) for name in names]).encode()
         ).hexdigest()[:12]

@@ -22,6 +22,7 @@ import transformers
 import tyro
 from conftest import ROOT, SCRIPTS
 
+import het_grpo
 import ppo
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -222,7 +223,6 @@ WHERE = {  # flags that are allowed with some commands only
         lambda flags: " --use-replay" in flags,
         "--min-replay-size 4 --replay-sample-size 4",
     ),
-    "het_grpo": (lambda flags: "--model-name" not in flags, "--warm-start-steps 2"),
     "sac_hybrid": (
         lambda flags: "--eval-episodes 0" not in flags,
         "--eval-episodes 1 --report-episodes 1",
@@ -257,6 +257,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **kwargs: None)
+    monkeypatch.setattr(het_grpo, "WARM_START_STEPS", 2)
     tokenizer = ppo.make_tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -29,7 +30,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import het_grpo as het
 
 TINY = dict(
-    warm_start_steps=2,
     num_tasks=4,
     group_size=4,
     num_iterations=3,
@@ -39,6 +39,12 @@ TINY = dict(
 TINY |= dict(update_epochs=1, eval_every=2, eval_size=6, updated_freq=0)
 TINY |= dict(env='lock{"num_families": 3}', num_train_tasks=12, init_exp_before_training=8)
 RECORDED = dict(use_experience_replay=True, replay_old_logp="recorded")
+
+
+@pytest.fixture(autouse=True)
+def short_practice():
+    with mock.patch.object(het, "WARM_START_STEPS", 2):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -271,10 +277,9 @@ def test_the_entropy_bonus_is_part_of_the_loss(tmp_path, monkeypatch, in_order):
 def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = spy(monkeypatch, het, "grpo_loss")
-    monkeypatch.setattr(het, "DUAL_CLIP", 1.5)
-    options = RECORDED | dict(
-        num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01
-    )
+    for name, value in dict(DUAL_CLIP=1.5, CLIP_LOW=0.01, CLIP_HIGH=0.01).items():
+        monkeypatch.setattr(het, name, value)
+    options = RECORDED | dict(num_minibatches=1, off_cliprange_high=0.02)
     options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5)
     run(tmp_path / "run", **advice, **options)
     kinds = torch.zeros(3)
