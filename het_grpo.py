@@ -18,26 +18,27 @@ plays each task several times, and the reward of an episode is compared with the
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET,
-from AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
-training sample: the prompt that was read, with advice, or the question alone. --method decides:
+Advice is a few notes from the pool, placed before the question; an episode with advice is guided.
+Hybrid experience training (HET, from AgentEvolver, arXiv:2511.10395) decides which prompt a
+completion follows when it becomes a training sample. The sample keeps the advice, or the advice is
+stripped and the completion follows the question alone. --method decides:
 
     baseline  no episode gets advice: GRPO
-    ec        samples keep the advice (the policy learns to use it)
-    ei        the advice is stripped from samples (the policy learns to do without it)
+    ec        all samples keep the advice (the policy learns to use it)
+    ei        all samples strip the advice (the policy learns to do without it)
     het       half of the tasks of an iteration keep it, the other half strip it
-    sft       the simple rival: imitate the run's own successes; half of the samples keep it
+    sft       imitate the run's own successes: the simplest rival of these methods
 
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
-in which every episode fails has no gradient: --use-experience-replay.
+with equal rewards, such as eight failures, has no gradient: --use-experience-replay.
 
 What differs from the papers; docs/het_grpo.md has a table:
 
     GRPO          The upper clip is wider than the lower one. Where the advantage is negative, the
                   ratio has a bound (dual clip). There is no KL penalty. The loss is a mean over
                   all tokens of a minibatch, not over responses.
-    AgentEvolver  A stripped token with a negative advantage loses weight if stripping made it
-                  unlikely (weaken_stripped_failures). There is no KL penalty.
+    AgentEvolver  A stripped token with a negative advantage has a smaller weight if it is unlikely
+                  without the advice (weaken_stripped_failures). There is no KL penalty.
     ExGRPO        A wider clip replaces the shaped ratio. Ratios start from the log-probs before
                   the update, not from the recorded ones. All difficulties are drawn equally often.
                   The recorded entropy counts, not today's. Replay starts with the first success.
@@ -46,12 +47,14 @@ What differs from the papers; docs/het_grpo.md has a table:
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
 
-The algorithm comes first, up to `main` and its helpers; environments, models and logging follow.
-Some names come from the design document (docs/design.md): convert_offpolicy_to_cmt makes a member
-of a group, samples_to_dataproto makes a batch, skip_uid_set holds retired tasks. Functions that
-are also in ppo_v1.py are exact copies; "# v1: ..." names a feature of that file.
+The algorithm comes first, up to `main` and its helpers. Environments, models, run folder, checks of
+options, checkpoints and torch.distributed follow. Some names come from the design document
+(docs/design.md): "experience" means notes or recorded successes, "woexp" without experience,
+"discard" strip; convert_offpolicy_to_cmt makes a member of a group, samples_to_dataproto makes a
+batch, skip_uid_set holds retired tasks. Functions that are also in ppo_v1.py are exact copies, with
+comments such as "# v1: clip" that name a feature of that file.
 
-    python het_grpo.py                                       # twelve locks, CPU, about a minute
+    python het_grpo.py                                       # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
     python het_grpo.py --model-name FOLDER --chat-template --max-turn-tokens 8 --learning-rate 1e-6
 """
@@ -93,41 +96,31 @@ CLIP_LOW = 0.2  # the policy ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]
 CLIP_HIGH = 0.28  # for on-policy tokens; --off-cliprange-high for the others
 DUAL_CLIP = 3.0  # largest ratio of a token with a negative advantage
 MAX_GRAD_NORM = 1.0
-RETRIEVE_TOP_K = 3  # notes in an advice
+RETRIEVE_TOP_K = 3  # notes per question
 MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
 WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
 PRACTICE = 1_000_000  # the tiny model practises on tasks from here on; their solutions differ
 
-# The table of the design document. "woexp" means without experience, "discard" means strip.
+
+def preset(rollouts: str, samples: str, keepratio: float) -> dict:
+    """Four options that --method sets: who gets advice, and which samples keep it."""
+    return dict(
+        val_rollout_expmode=rollouts,
+        train_rollout_expmode=rollouts,
+        train_sample_expmode=samples,
+        train_sample_keepratio=keepratio,
+    )
+
+
 METHODS = {
-    "baseline": dict(
-        val_rollout_expmode="woexp",
-        train_rollout_expmode="woexp",
-        train_sample_expmode="keep",
-        train_sample_keepratio=1.0,
-    ),
-    "ec": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="keep",
-        train_sample_keepratio=1.0,
-    ),
-    "ei": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="discard",
-        train_sample_keepratio=0.0,
-    ),
-    "het": dict(
-        val_rollout_expmode="mixed",
-        train_rollout_expmode="mixed",
-        train_sample_expmode="hybrid",
-        train_sample_keepratio=0.5,
-    ),
+    "baseline": preset(rollouts="woexp", samples="keep", keepratio=1.0),
+    "ec": preset(rollouts="mixed", samples="keep", keepratio=1.0),
+    "ei": preset(rollouts="mixed", samples="discard", keepratio=0.0),
+    "het": preset(rollouts="mixed", samples="hybrid", keepratio=0.5),
+    "sft": preset(rollouts="mixed", samples="hybrid", keepratio=0.5),
 }
-METHODS["sft"] = METHODS["het"]
 
 
 # --- args ---
@@ -135,9 +128,6 @@ Method = Literal["baseline", "ec", "ei", "het", "sft"]
 RolloutMode = Literal["mixed", "all", "woexp"]
 SampleMode = Literal["keep", "discard", "hybrid"]
 SelectMode = Literal["argmin", "argmax", "random"]
-POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
-    group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
-    num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
 
 
 @dataclass
@@ -158,7 +148,7 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # an episode that ended with at least this return is a success
+    success_reward: float = 1.0  # an episode that terminated with this sum of rewards is a success
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
@@ -183,7 +173,7 @@ class Args:
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
     method: Method = "het"  # sets those of the options below that are None
-    enable: bool = True  # --no-enable: no experience, as --method baseline
+    enable: bool = True  # --no-enable: no advice, as --method baseline
     val_rollout_expmode: RolloutMode | None = None  # evaluation: who gets advice (woexp: nobody)
     train_rollout_expmode: RolloutMode | None = None  # training: who gets advice (woexp: nobody)
     rollout_expratio: float = 0.5  # mixed: this share of the episodes of a group gets advice
@@ -200,95 +190,23 @@ class Args:
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
-    exp_select_mode: SelectMode = "argmin"  # the success of lowest recorded entropy is replayed
-    experience_rbound: int | None = None  # successes of a replayed task, at most (None: n - 1)
+    exp_select_mode: SelectMode = "argmin"  # replay the success of lowest, highest, any entropy
+    experience_rbound: int | None = None  # replay tasks with at most this many successes
     replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the policy ratio
     retire_solved: bool = False  # leave out tasks whose last group had no failure
 
     def __post_init__(self):
-        """Fill in what --method decides, then check. tyro shows a ValueError as an error."""
-        if not self.enable and self.method not in ("het", "baseline"):
-            raise ValueError(f"--no-enable contradicts --method {self.method}")
+        """Fill in what --method decides, then check."""
         if not self.enable:
+            if self.method in ("ec", "ei", "sft"):  # het may be the default
+                raise ValueError(f"--no-enable contradicts --method {self.method}")
             self.method = "baseline"
         for name, value in METHODS[self.method].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
-
-        for name in POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{self.typed(name)}: must be positive")
-        for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{self.typed(name)}: must be from 0 to 1")
-        self.check_method()
-        if self.experience_pool and not self.uses_pool:
-            raise ValueError("no episode gets advice, so nothing reads --experience-pool")
-        imitates = self.method == "sft" or self.imitate_iterations > 0
-        if imitates and self.use_experience_replay:
-            raise ValueError("imitation cannot be combined with --use-experience-replay")
-        if self.retire_solved and not self.use_experience_replay:
-            raise ValueError("--retire-solved needs --use-experience-replay")
-        if self.group_size == 1 and self.method != "sft":
-            raise ValueError("--group-size 1: must be at least 2, a reward is compared with others")
-        if self.experience_template.count("{}") != 1:
-            raise ValueError("--experience-template needs exactly one {}")
-        for name in ("env", "summarizer", "retriever"):
-            path, is_file, _ = (getattr(self, name) or "").partition(".py:")
-            if is_file and not Path(path + ".py").is_file():
-                raise ValueError(f"{self.typed(name)}: there is no file {path}.py")
-        if self.experience_pool and not Path(self.experience_pool).is_file():
-            raise ValueError(f"{self.typed('experience_pool')}: there is no such file")
-        if self.num_tasks > self.num_train_tasks:
-            raise ValueError("--num-train-tasks must be at least --num-tasks")
-        if self.system_prompt and not self.chat_template:
-            raise ValueError("--system-prompt needs --chat-template")
-        if self.chat_template and not self.model_name:
-            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        num_micro_batches = self.num_minibatches * self.gradient_accumulation_steps
-        if self.batch_size < num_micro_batches * num_ranks:
-            raise ValueError(
-                "a micro-batch of a rank is empty: lower --gradient-accumulation-steps"
-            )
-        if self.fsdp and num_ranks == 1:
-            raise ValueError("--fsdp needs torchrun with two processes or more")
-        if self.lora_rank < 0:
-            raise ValueError("--lora-rank must not be negative")
-        if self.lora_rank and not importlib.util.find_spec("peft"):
-            raise ValueError("--lora-rank needs peft: pip install peft")
-        if self.lora_rank and self.fsdp:
-            raise ValueError(
-                "--fsdp with --lora-rank: gradients and optimizer are too small to shard"
-            )
-        if self.weights_dtype == "bfloat16" and not (self.lora_rank and self.bf16):
-            raise ValueError(
-                "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that "
-                "are trained would be rounded away"
-            )
-
-    def typed(self, name: str) -> str:
-        """An option as it is typed."""
-        return f"--{name.replace('_', '-')} {getattr(self, name)}"
-
-    def check_method(self):
-        """An option that contradicts the method is an error, but `sft` goes with all of them."""
-        if self.method == "sft":
-            return
-        names = ["train_sample_expmode"]
-        if self.method != "het":
-            names.append("train_sample_keepratio")
-        if "woexp" in (self.train_rollout_expmode, METHODS[self.method]["train_rollout_expmode"]):
-            names.append("train_rollout_expmode")  # mixed and all are equally good
-        for name in names:
-            if getattr(self, name) != METHODS[self.method][name]:
-                raise ValueError(f"--method {self.method} contradicts {self.typed(name)}")
+        check_options(self)
 
     @property
     def batch_size(self) -> int:
@@ -296,9 +214,10 @@ class Args:
 
     @property
     def uses_pool(self) -> bool:
-        """Whether some episodes get advice. Imitation plays with advice, too."""
-        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
-        return modes != {"woexp"} or self.imitate_iterations > 0
+        """Whether some episodes get advice."""
+        validates_with_advice = self.val_rollout_expmode != "woexp"
+        trains_with_advice = self.train_rollout_expmode != "woexp"
+        return validates_with_advice or trains_with_advice or self.imitate_iterations > 0
 
 
 # --- networks ---
@@ -309,7 +228,7 @@ class Args:
 #     replay_mask                    (B,R)    1 on those that are replayed
 #     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
 #     old_logprobs                   (B,R)    before the update, after the training prompt
-#     recorded_old_log_probs         (B,R)    old_logprobs of the time when an episode was recorded
+#     recorded_old_log_probs         (B,R)    old_logprobs when a replayed episode was recorded
 #     advantages                     (B,R)
 #     rewards, successes, group_ids  (B,)
 
@@ -358,15 +277,15 @@ def logprobs_and_entropy(policy, batch: dict):
 
 @torch.no_grad()
 def compute_log_prob(policy, batch: dict, args):
-    """logprobs_and_entropy() of a whole batch without gradients.  -> 2 x (B,R)
+    """logprobs_and_entropy() of a whole batch, without gradients.  -> 2 x (B,R)
 
-    Every rank measures some rows, in micro-batches. The other rows are 0, so that a sum is all.
+    Every rank measures its rows in micro-batches; the sum over ranks fills in the other rows.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
     my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
-    num_rows = args.batch_size // args.num_minibatches // args.gradient_accumulation_steps
-    for rows in my_rows.split(num_rows):
+    num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
+    for rows in my_rows.split(args.batch_size // num_parts):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
     sum_over_ranks([logprobs, entropy])
@@ -430,11 +349,11 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
 
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
-    """What is to be played: the group of each task, less its replayed members."""
-    mode = args.train_sample_expmode
-    keeps = draw(len(tasks), mode, args.train_sample_keepratio, rng)
+    """What is to be played: the group of each task, less its replayed member."""
+    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
     for t in replayed:
-        # A group has one kind of prompt, and the recorded log-probs are those of this kind.
+        # All members of a group keep or strip alike. A replayed member decides for the others,
+        # because its log-probs were recorded after this kind of prompt.
         if t.advice:
             keeps[t.data_id] = t.keep
     planned = []
@@ -643,7 +562,7 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
 
 
 def _replace_recorded_old_log_probs(batch: dict, old_logprobs):
-    """Replayed tokens get the log-probs that were recorded with them.  (B,R) -> (B,R)"""
+    """Replace the log-probs of replayed tokens by the recorded ones.  (B,R) -> (B,R)"""
     is_replayed = batch["replay_mask"] == 1
     return torch.where(is_replayed, batch["recorded_old_log_probs"], old_logprobs)
 
@@ -719,6 +638,7 @@ class ExperiencePool:
         self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
         self.num_failed_calls = 0
         self.ask = None  # function(prompts) -> answers of the policy; `main` sets it
+        # A note with a long part of the template in it is refused: advice within advice.
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         self.retriever = None
@@ -729,7 +649,8 @@ class ExperiencePool:
 
     def add(self, topic: str, text: str, step: int) -> bool:
         """Add a note, once.  -> False if it is refused: an empty one, or one with the template"""
-        if not (topic and text) or (self.marker and self.marker in text):
+        has_template = len(self.marker) > 20 and self.marker in text
+        if has_template or not (topic and text):
             return False
         if not any(r["topic"] == topic and r["text"] == text for r in self.records):
             self.records.append(dict(topic=topic, text=text, step=step))
@@ -810,7 +731,7 @@ def call_within_limit(function, *inputs):
     def target():
         try:
             results.append(function(*inputs))
-        except BaseException as error:  # sys.exit() of a user's function ends no run, either
+        except BaseException as error:  # sys.exit() in a user's function must not end the run
             results.append(error)
 
     # A daemon thread: a call that hangs cannot keep the process alive.
@@ -992,8 +913,8 @@ def draw_successes(manager, args, rng) -> list[Trajectory]:
 def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
-    The factor is at most 1. Without it, tokens that only the advice had made likely would be pushed
-    down for ever. Positive advantages stay: stripping is there to make these tokens more likely.
+    The factor is that of a single token, and at most 1. A token that only the advice made likely is
+    hardly pushed down further. Positive advantages stay: stripping shall make such tokens likely.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -1004,8 +925,8 @@ def weaken_stripped_failures(batch: dict):
 def grpo_loss(policy, minibatch: dict, num_tokens, args):
     """-> loss, dict of statistics, log-ratios (B,R)
 
-    Loss and statistics are sums over these rows, divided by the number of tokens of the whole
-    minibatch. So they can be summed over micro-batches and ranks.
+    Loss and statistics are sums over these rows, divided by all tokens of the minibatch. So they
+    can be summed over micro-batches and ranks, and clipfrac_off is a share of all tokens, too.
     """
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
@@ -1088,8 +1009,8 @@ def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 def validate(player: Player, held_out: list[int], iteration: int):
     """Play held-out tasks greedily, a share of them with advice.  -> metrics, episodes
 
-    The headline, eval/success_rate, is over the tasks without advice if there are any. An episode
-    that was to get advice and found none counts neither as guided nor as unguided.
+    eval/success_rate is over the tasks without advice, if there are any. Episodes that should get
+    advice but found no note are neither in success_guided nor in success_unguided.
     """
     args = player.args
     rng = random.Random(0)
@@ -1098,10 +1019,10 @@ def validate(player: Player, held_out: list[int], iteration: int):
     played = player.play(planned, iteration)
     unguided = [t for t in played if not t.guided]
     advised = [t for t in played if t.advice]
-    headline = unguided or played
+    counted = unguided or played
     metrics = {
-        "eval/success_rate": fmean([t.success for t in headline]),
-        "eval/episodic_return": fmean([t.reward for t in headline]),
+        "eval/success_rate": fmean([t.success for t in counted]),
+        "eval/episodic_return": fmean([t.reward for t in counted]),
     }
     if unguided:
         metrics["eval/success_unguided"] = fmean([t.success for t in unguided])
@@ -1150,7 +1071,7 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
 
 
 def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """How far sampler and training pass differ, on new samples that keep their prompt."""
+    """Mean difference of the log-probs of sampler and training pass, on new on-policy samples."""
     is_new = torch.tensor([[int(t.version == iteration)] for t in trajectories])
     comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"].device)
     if not comparable.any():
@@ -1158,7 +1079,7 @@ def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
     difference = (batch["old_logprobs"] - batch["sampler_logprobs"]).abs()
     mismatch = masked_mean(difference, comparable).item()
     if mismatch > 0.1 and iteration == 1:
-        sys.exit("the model's log-probs differ between sampling and training")
+        sys.exit(f"log-probs of sampling and training differ by {mismatch:.2f} nats on average")
     return {"rollout/logprob_mismatch": mismatch}
 
 
@@ -1230,6 +1151,7 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
+        # The options of this iteration: the first iterations may be those of --method sft.
         phase = imitation_args if iteration <= args.imitate_iterations else args
 
         # 1. choose tasks; with replay some come with a recorded success
@@ -1239,7 +1161,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. play the other episodes of each group, some of them with advice
         tasks_of_groups = experience_tasks + on_policy_tasks
         planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
-        fresh = player.play(planned, iteration, draw_uniforms(args.num_tasks, args))
+        fresh = player.play(planned, iteration, draw_uniforms(phase.num_tasks, phase))
         state["global_step"] += len(fresh)
 
         # 3. training samples: a training prompt and a completion
@@ -1249,17 +1171,17 @@ def main(args: Args) -> dict[str, float]:
             trajectories = draw_successes(manager, phase, exp_rng) or trajectories
         batch = samples_to_dataproto(trajectories, device)
 
-        # 4. log-probs before the update; with replay they are recorded
-        batch["old_logprobs"], entropy = compute_log_prob(policy, batch, args)
+        # 4. log-probs before the update; replay records them before it replaces any
+        batch["old_logprobs"], entropy = compute_log_prob(policy, batch, phase)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
-        if args.use_experience_replay:
+        if phase.use_experience_replay:
             record_log_probs(trajectories, batch, entropy)
             record_successes(manager, fresh)
-        if args.replay_old_logp == "recorded":
+        if phase.replay_old_logp == "recorded":
             batch["old_logprobs"] = _replace_recorded_old_log_probs(batch, batch["old_logprobs"])
 
         # 5. advantages
-        advantages = group_advantages(batch["rewards"], batch["group_ids"], args.adv_std)
+        advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
         if phase.method == "sft":
             advantages = batch["successes"]  # without any success all are 0: nothing is learned
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
@@ -1353,7 +1275,8 @@ NAMES = (
 class LockEnv:
     """Press four buttons in the right order; a wrong button costs a turn.
 
-    Locks of a family share a secret. A held-out lock is another room of a family that is trained.
+    Locks of a family share a secret, and training has locks of all families. So success on held-out
+    locks, which are other rooms, shows that the policy remembers the secrets.
     """
 
     actions = ("red", "green", "blue", "gold")
@@ -1404,7 +1327,7 @@ def load_object(place: str):
 
 
 class TextEnv:
-    """An environment as a text game: reset(task) -> text, info; step(text) -> Gymnasium's five."""
+    """An environment as a text game. `step` returns the five values of Gymnasium's step."""
 
     def __init__(self, args):
         name, brace, options = args.env.partition("{")
@@ -1572,8 +1495,9 @@ class Dialogue:
             dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
             _, _, text = self.render(dialogue).partition(answer)
         ids = self.encode(text)
-        has_two_ends = turn_ids[-1] in self.eos_ids and ids and ids[0] in self.eos_ids
-        return ids[1:] if has_two_ends else ids
+        if ids and ids[0] in self.eos_ids and turn_ids[-1] in self.eos_ids:
+            return ids[1:]  # the end was sampled
+        return ids
 
     def read(self, ids: list[int]) -> str:
         text_ids = [token for token in ids if token not in self.eos_ids]
@@ -1704,7 +1628,7 @@ def print_status(progress, iteration: int, metrics: dict):
     if progress.disable:  # the output is not a terminal: print lines instead of a bar
         print(f"[{iteration}/{progress.total}] {status}", flush=True)
     if metrics.get("exp/retrieval_empty_frac") == 1 and iteration in (1, progress.total):
-        print(f"warning: {metrics['exp/pool_size']} notes, no advice for any guided episode")
+        print(f"warning: {metrics['exp/pool_size']} notes, and no advice for any guided episode")
 
 
 def print_episodes(trajectories: list[Trajectory]):
@@ -1803,6 +1727,84 @@ class Run:
 
 
 # --- command line ---
+POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
+    group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
+    num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
+
+
+def typed(args, name: str) -> str:
+    """An option as it is typed."""
+    return f"--{name.replace('_', '-')} {getattr(args, name)}"
+
+
+def check_method(args):
+    """Raise ValueError if an option contradicts --method. sft accepts all of them."""
+    fixed = ["train_sample_expmode"]
+    if args.method in ("baseline", "ec", "ei"):
+        fixed.append("train_sample_keepratio")
+    plays_with_advice = args.train_rollout_expmode != "woexp"
+    if plays_with_advice == (args.method == "baseline"):
+        fixed.append("train_rollout_expmode")
+    for name in fixed:
+        if getattr(args, name) != METHODS[args.method][name] and args.method != "sft":
+            raise ValueError(f"--method {args.method} contradicts {typed(args, name)}")
+
+
+def check_options(args):
+    """Raise ValueError if the options make no sense. tyro shows the sentence."""
+    for name in POSITIVE:
+        if not getattr(args, name) > 0:
+            raise ValueError(f"{typed(args, name)}: must be positive")
+    for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{typed(args, name)}: must be from 0 to 1")
+    check_method(args)
+    if args.experience_pool and not args.uses_pool:
+        raise ValueError("no episode gets advice, so nothing reads --experience-pool")
+    imitates = args.method == "sft" or args.imitate_iterations > 0
+    if imitates and args.use_experience_replay:
+        raise ValueError("imitation cannot be combined with --use-experience-replay")
+    if args.retire_solved and not args.use_experience_replay:
+        raise ValueError("--retire-solved needs --use-experience-replay")
+    if args.group_size == 1 and args.method != "sft":
+        raise ValueError("--group-size 1: must be at least 2, a reward is compared with others")
+    if args.experience_template.count("{}") != 1:
+        raise ValueError("--experience-template needs exactly one {}")
+    for name in ("env", "summarizer", "retriever"):
+        path, suffix, _ = (getattr(args, name) or "").partition(".py:")
+        if suffix and not Path(path + ".py").is_file():
+            raise ValueError(f"{typed(args, name)}: there is no file {path}.py")
+    if args.experience_pool and not Path(args.experience_pool).is_file():
+        raise ValueError(f"{typed(args, 'experience_pool')}: there is no such file")
+    if args.num_tasks > args.num_train_tasks:
+        raise ValueError("--num-train-tasks must be at least --num-tasks")
+    if args.system_prompt and not args.chat_template:
+        raise ValueError("--system-prompt needs --chat-template")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+    if args.batch_size % args.num_minibatches:
+        raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
+    if args.resume and not args.run_dir:
+        raise ValueError("--resume needs --run-dir")
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    num_micro_batches = args.num_minibatches * args.gradient_accumulation_steps
+    if args.batch_size < num_micro_batches * num_ranks:
+        raise ValueError("a micro-batch of a rank is empty: lower --gradient-accumulation-steps")
+    if args.fsdp and num_ranks == 1:
+        raise ValueError("--fsdp needs torchrun with two processes or more")
+    if args.lora_rank < 0:
+        raise ValueError("--lora-rank must not be negative")
+    if args.lora_rank and not importlib.util.find_spec("peft"):
+        raise ValueError("--lora-rank needs peft: pip install peft")
+    if args.lora_rank and args.fsdp:
+        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
+    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
+        raise ValueError(
+            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that "
+            "are trained would be rounded away"
+        )
+
+
 @dataclass
 class ResumeArgs:
     run_dir: str | None = None
@@ -1979,7 +1981,7 @@ def shard(policy, device):
 
 
 def gather_weights(policy):
-    """FSDP2: all ranks together, since a rank without an episode to play runs no forward pass."""
+    """FSDP2: every rank takes part, also one that has no episode to play and no forward pass."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

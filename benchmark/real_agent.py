@@ -47,8 +47,8 @@ ARMS = {
     "sft": "--method sft",
     "sd": None,  # measured with distill.py; not run here
 }
-SHORT = " --num-iterations 4 --eval-every 4 --eval-size 24"
-NOTES = SHORT + " --updated-freq 1 --init-exp-before-training 12"
+SHORT = " --num-iterations 2 --group-size 4 --eval-every 2 --eval-size 24"
+NOTES = SHORT + " --updated-freq 1 --init-exp-before-training 18"
 OWN = {
     "no notes": "--method baseline" + SHORT,
     "notes of the policy": f"--method het --summarizer {HERE}/doors.py:retell" + NOTES,
