@@ -1853,10 +1853,10 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    # with LoRA: the frozen weights are those of the model that the run starts from
-    policy_state = {name: policy_state[name] for name in trained_weights(policy)}
-    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     if rank() == 0:
+        # With LoRA the frozen weights are those of the model that the run starts from.
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
