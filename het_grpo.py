@@ -191,7 +191,7 @@ class Args:
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
     exp_select_mode: SelectMode = "argmin"  # replay the success of lowest, highest, any entropy
-    experience_rbound: int | None = None  # replay tasks with at most this many successes
+    experience_rbound: int | None = None  # replay tasks with up to this many successes (None: n-1)
     replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the policy ratio
     retire_solved: bool = False  # leave out tasks whose last group had no failure
 
