@@ -18,10 +18,17 @@ plays each task several times, and the reward of an episode is compared with the
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a few notes from the pool, placed before the question; an episode with advice is guided.
-Hybrid experience training (HET, from AgentEvolver, arXiv:2511.10395) decides which prompt a
-completion follows when it becomes a training sample. The sample keeps the advice, or the advice is
-stripped and the completion follows the question alone. --method decides:
+Advice is a few notes from the pool, placed before the question. An episode that shall get advice is
+guided. Hybrid experience training (HET, from AgentEvolver, arXiv:2511.10395) decides which prompt
+its completion follows in the training sample: an episode of the lock game, and its two samples:
+
+    prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
+    turns                  red -> click 1    gold -> jam 1    blue -> click 2 ...
+    sample that keeps      advice, lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
+    sample that strips             lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
+    response_mask                                       1   0     0 1    0   0 1    0     0
+
+--method decides:
 
     baseline  no episode gets advice: GRPO
     ec        all samples keep the advice (the policy learns to use it)
@@ -34,15 +41,16 @@ with equal rewards, such as eight failures, has no gradient: --use-experience-re
 
 What differs from the papers; docs/het_grpo.md has a table:
 
-    GRPO          The upper clip is wider than the lower one. Where the advantage is negative, the
-                  ratio has a bound (dual clip). There is no KL penalty. The loss is a mean over
-                  all tokens of a minibatch, not over responses.
+    GRPO          The upper clip is wider than the lower one. Where the advantage is negative, a
+                  large ratio has no gradient (dual clip). There is no KL penalty. The loss is a
+                  mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
     AgentEvolver  A stripped token with a negative advantage has a smaller weight if it is unlikely
                   without the advice (weaken_stripped_failures). There is no KL penalty.
-    ExGRPO        A wider clip replaces the shaped ratio. Ratios start from the log-probs before
-                  the update, not from the recorded ones. All difficulties are drawn equally often.
-                  The recorded entropy counts, not today's. Replay starts with the first success.
-                  Solved tasks stay, unless --retire-solved. Successes with advice count, too.
+    ExGRPO        Replayed tokens have a wider clip instead of a shaped ratio, and a ratio of 1 at
+                  the start of the update instead of one to the recorded log-probs. Replay starts
+                  with the first success, not later. It draws easy and hard tasks equally often.
+                  Solved tasks are played on, unless --retire-solved. A success is chosen by its
+                  entropy when it was recorded. Successes with advice count as those of a task.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
@@ -94,14 +102,14 @@ from tqdm import tqdm
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
 CLIP_LOW = 0.2  # the policy ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]
 CLIP_HIGH = 0.28  # for on-policy tokens; --off-cliprange-high for the others
-DUAL_CLIP = 3.0  # largest ratio of a token with a negative advantage
+DUAL_CLIP = 3.0  # with a negative advantage, a ratio above this has no gradient
 MAX_GRAD_NORM = 1.0
 RETRIEVE_TOP_K = 3  # notes per question
 MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
 WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
-PRACTICE = 1_000_000  # the tiny model practises on tasks from here on; their solutions differ
+PRACTICE = 1_000_000  # the tiny model practises on tasks from here on, with rules of their own
 
 
 def preset(rollouts: str, samples: str, keepratio: float) -> dict:
@@ -352,8 +360,8 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """What is to be played: the group of each task, less its replayed member."""
     keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
     for t in replayed:
-        # All members of a group keep or strip alike. A replayed member decides for the others,
-        # because its log-probs were recorded after this kind of prompt.
+        # All members of a group keep or strip alike. A replayed member decides for the others:
+        # its log-probs were recorded after this kind of prompt (--replay-old-logp recorded).
         if t.advice:
             keeps[t.data_id] = t.keep
     planned = []
@@ -749,7 +757,7 @@ class ExperienceManager:
 
     def __init__(self, args):
         self.args = args
-        self.difficulty: dict[int, int] = {}  # task -> number of successes in its last group
+        self.num_successes: dict[int, int] = {}  # task -> number of successes in its last group
         self.skip_uid_set: set[int] = set()  # solved tasks, with --retire-solved
         self.memory: dict[int, list[Trajectory]] = {}  # task -> successes
 
@@ -757,8 +765,8 @@ class ExperienceManager:
         """Count the successes of each group, without the replayed members."""
         for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            # A replayed member leaves n - 1 fresh ones: n - 1 successes mean solved, too.
-            self.difficulty[task] = self.args.group_size if all(results) else sum(results)
+            # Beside a replayed member there are n - 1 fresh ones; if all succeed, write n: solved.
+            self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
         """Retire solved tasks; a task that fails again comes back.  -> what may be recorded"""
@@ -772,10 +780,10 @@ class ExperienceManager:
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        """The success with the lowest number is replayed; a full memory drops the highest."""
+        """A number for each success. The lowest is replayed; a full memory drops the highest."""
         if self.args.exp_select_mode == "random":
             return 0.0
-        if not self.args.use_experience_replay:  # imitation: a short success has few detours
+        if not self.args.use_experience_replay:  # --method sft: a short success has few detours
             return len(t.steps)
         return t.entropy if self.args.exp_select_mode == "argmin" else -t.entropy
 
@@ -793,7 +801,7 @@ class ExperienceManager:
         A task that failed in all of its last group may be replayed if it succeeded before.
         """
         buckets = {}
-        for task, num_successes in sorted(self.difficulty.items()):
+        for task, num_successes in sorted(self.num_successes.items()):
             if num_successes <= self.args.experience_rbound and task in self.memory:
                 buckets.setdefault(num_successes, []).append(task)
         return buckets
@@ -825,10 +833,10 @@ class ExperienceManager:
 
     def state_dict(self) -> dict:
         memory = {task: [vars(t) for t in stored] for task, stored in self.memory.items()}
-        return dict(difficulty=self.difficulty, skip_uid_set=self.skip_uid_set, memory=memory)
+        return dict(num_successes=self.num_successes, skip_uid_set=self.skip_uid_set, memory=memory)
 
     def load_state_dict(self, state: dict):
-        self.difficulty = state["difficulty"]
+        self.num_successes = state["num_successes"]
         self.skip_uid_set = state["skip_uid_set"]
         for task, stored in state["memory"].items():
             self.memory[task] = [Trajectory(**values) for values in stored]
@@ -884,7 +892,7 @@ class ExperienceMixCollateFn:
 
 
 def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
-    """Replay: note log-probs and entropy in fresh trajectories, before they are stored."""
+    """Replay: write log-probs and entropy into fresh trajectories, before they are stored."""
     for i, t in enumerate(trajectories):
         if not t.is_experience_replay:
             t.old_log_probs = batch["old_logprobs"][i, : len(t.sampler_logprobs)].tolist()
@@ -914,7 +922,8 @@ def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
     The factor is that of a single token, and at most 1. A token that only the advice made likely is
-    hardly pushed down further. Positive advantages stay: stripping shall make such tokens likely.
+    hardly pushed down further. Positive advantages stay: stripping is to make such tokens likely.
+    AgentEvolver has no such factor; it biases the gradient.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -1065,7 +1074,7 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
     }
     if replayed:
         metrics["replay/age_mean"] = fmean([iteration - t.version for t in replayed])
-    for num_successes, num_tasks in Counter(manager.difficulty.values()).items():
+    for num_successes, num_tasks in Counter(manager.num_successes.values()).items():
         metrics[f"replay/bucket_{num_successes}"] = num_tasks
     return metrics
 
@@ -1099,7 +1108,7 @@ def main(args: Args) -> dict[str, float]:
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
-    # A checkpoint holds the weights, or with LoRA the adapters beside what practice gives.
+    # A checkpoint holds all weights, but with LoRA only the adapters: practise again.
     if args.model_name is None and (args.lora_rank or not has_checkpoint):
         practise(player)
     if args.lora_rank:
@@ -1118,7 +1127,7 @@ def main(args: Args) -> dict[str, float]:
     mix = ExperienceMixCollateFn(args, manager, tasks)
     imitation_args = args
     if args.imitate_iterations:
-        imitation_args = replace(args, enable=True, method="sft", **METHODS["sft"])
+        imitation_args = replace(args, method="sft", **METHODS["sft"])
 
     run = Run(args)
     state = dict(iteration=0, global_step=0)
@@ -1183,7 +1192,7 @@ def main(args: Args) -> dict[str, float]:
         # 5. advantages
         advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
         if phase.method == "sft":
-            advantages = batch["successes"]  # without any success all are 0: nothing is learned
+            advantages = batch["successes"]  # 1 or 0
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
         if phase.train_sample_expmode != "keep":
             weaken_stripped_failures(batch)
@@ -1275,8 +1284,8 @@ NAMES = (
 class LockEnv:
     """Press four buttons in the right order; a wrong button costs a turn.
 
-    Locks of a family share a secret, and training has locks of all families. So success on held-out
-    locks, which are other rooms, shows that the policy remembers the secrets.
+    Locks of a family share a secret, and training has locks of all families: held-out locks are
+    other rooms. Of 100 locks, chance opens 7, and a careful player without memory opens 14.
     """
 
     actions = ("red", "green", "blue", "gold")
@@ -1621,7 +1630,7 @@ def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Traje
 
 
 def print_status(progress, iteration: int, metrics: dict):
-    """Success of the new episodes, beside the bar or as a line, and a warning without advice."""
+    """Success of the new episodes, beside the bar or as a line. Warn if nobody found advice."""
     status = f"success {metrics['charts/success_rate']:.2f}"
     progress.set_postfix_str(status, refresh=False)
     progress.update()
@@ -1732,7 +1741,7 @@ POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_tu
     num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
 
 
-def typed(args, name: str) -> str:
+def as_typed(args, name: str) -> str:
     """An option as it is typed."""
     return f"--{name.replace('_', '-')} {getattr(args, name)}"
 
@@ -1747,20 +1756,22 @@ def check_method(args):
         fixed.append("train_rollout_expmode")
     for name in fixed:
         if getattr(args, name) != METHODS[args.method][name] and args.method != "sft":
-            raise ValueError(f"--method {args.method} contradicts {typed(args, name)}")
+            raise ValueError(f"--method {args.method} contradicts {as_typed(args, name)}")
 
 
 def check_options(args):
     """Raise ValueError if the options make no sense. tyro shows the sentence."""
     for name in POSITIVE:
         if not getattr(args, name) > 0:
-            raise ValueError(f"{typed(args, name)}: must be positive")
+            raise ValueError(f"{as_typed(args, name)}: must be positive")
     for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
         if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"{typed(args, name)}: must be from 0 to 1")
+            raise ValueError(f"{as_typed(args, name)}: must be from 0 to 1")
     check_method(args)
     if args.experience_pool and not args.uses_pool:
         raise ValueError("no episode gets advice, so nothing reads --experience-pool")
+    if not args.enable and args.imitate_iterations:
+        raise ValueError("--no-enable contradicts --imitate-iterations, which plays with advice")
     imitates = args.method == "sft" or args.imitate_iterations > 0
     if imitates and args.use_experience_replay:
         raise ValueError("imitation cannot be combined with --use-experience-replay")
@@ -1773,9 +1784,9 @@ def check_options(args):
     for name in ("env", "summarizer", "retriever"):
         path, suffix, _ = (getattr(args, name) or "").partition(".py:")
         if suffix and not Path(path + ".py").is_file():
-            raise ValueError(f"{typed(args, name)}: there is no file {path}.py")
+            raise ValueError(f"{as_typed(args, name)}: there is no file {path}.py")
     if args.experience_pool and not Path(args.experience_pool).is_file():
-        raise ValueError(f"{typed(args, 'experience_pool')}: there is no such file")
+        raise ValueError(f"{as_typed(args, 'experience_pool')}: there is no such file")
     if args.num_tasks > args.num_train_tasks:
         raise ValueError("--num-train-tasks must be at least --num-tasks")
     if args.system_prompt and not args.chat_template:
@@ -1811,9 +1822,9 @@ class ResumeArgs:
     resume: bool = False
 
 
-FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template
-    system_prompt lora_rank weights_dtype num_tasks group_size method enable experience_template
-    experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
+FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens model_name
+    chat_template system_prompt lora_rank weights_dtype num_tasks group_size method enable
+    experience_template experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 
 def is_resumable(args) -> bool:

@@ -278,7 +278,7 @@ def test_tasks_come_by_bucket_within_the_bounds():
     expected = [0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0]
     assert shares == pytest.approx(expected, abs=0.03), "a bucket, then a task"
     assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 9, "each once"
-    manager.difficulty = {4: 0}  # failed today, solved before: the groups that replay is for
+    manager.num_successes = {4: 0}  # failed today, solved before: the groups that replay is for
     assert manager.sample_tasks_from_replaypool(1, rng()) == [4]
 
 
