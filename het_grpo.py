@@ -6,7 +6,7 @@
 """GRPO agents (arXiv:2402.03300) with hybrid experience training and trajectory replay.
 
 A language model plays a text game over several turns. A task is one start of the game. The model
-plays each task several times, and an episode is judged against the others of its group.
+plays each task several times, and the reward of an episode is compared with the mean of its group.
 
     pool = notes about a first round of episodes                      fill_pool
     repeat:
@@ -18,36 +18,56 @@ plays each task several times, and an episode is judged against the others of it
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a note from the pool, placed before the question. Hybrid experience training
-(AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows when it becomes a
-training sample: the prompt that was read, or the question alone. --method says which:
-    baseline  no advice: GRPO
-    ec        the advice stays (the policy learns to use it)
-    ei        the advice is stripped (the policy learns to do without it)
-    het       drawn for each task: half of the tasks keep it, half strip it
-    sft       the simple rival: imitate the run's own successes, kept or stripped at random
-Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, which may have
-no success otherwise: --use-experience-replay.
+Advice is a few notes from the pool, placed before the question. An episode that shall get advice is
+guided. Hybrid experience training (HET, from AgentEvolver, arXiv:2511.10395) decides which prompt
+its completion follows in the training sample: an episode of the lock game, and its two samples:
 
-What differs from the papers:
-    GRPO          a higher upper clip, a dual clip, no KL penalty, one mean over all tokens of a
-                  minibatch instead of a mean per response
-    AgentEvolver  failures lose weight where stripping made them unlikely (weaken_stripped_failures)
-    ExGRPO        a wider clip instead of a shaped ratio, log-probs of the current policy, buckets
-                  drawn evenly instead of mostly those of medium difficulty, entropy as recorded
-                  instead of the current policy's; solved tasks stay unless --retire-solved
+    prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
+    turns                  red -> click 1    gold -> jam 1    blue -> click 2 ...
+    sample that keeps      advice, lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
+    sample that strips             lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
+    response_mask                                       1   0     0 1    0   0 1    0     0
+
+--method decides:
+
+    baseline  no episode gets advice: GRPO
+    ec        all samples keep the advice (the policy learns to use it)
+    ei        all samples strip the advice (the policy learns to do without it)
+    het       half of the tasks of an iteration keep it, the other half strip it
+    sft       imitate the run's own successes: the simplest rival of these methods
+
+Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
+with equal rewards, such as eight failures, has no gradient: --use-experience-replay.
+
+What differs from the papers; docs/het_grpo.md has a table:
+
+    GRPO          The upper clip is wider than the lower one. Where the advantage is negative, a
+                  large ratio has no gradient (dual clip). There is no KL penalty. The loss is a
+                  mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
+    AgentEvolver  A stripped token with a negative advantage has a smaller weight if it is unlikely
+                  without the advice (weaken_stripped_failures). There is no KL penalty.
+    ExGRPO        Replayed tokens have a wider clip instead of a shaped ratio, and a ratio of 1 at
+                  the start of the update instead of one to the recorded log-probs. Replay starts
+                  with the first success, not later. It draws easy and hard tasks equally often.
+                  Solved tasks are played on, unless --retire-solved. A success is chosen by its
+                  entropy when it was recorded. Successes with advice count as those of a task.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
 (right-padded; the environment's tokens are among them, without loss), V vocabulary.
-The algorithm comes first, up to `main` and its helpers; environments, models and logging follow.
-Unusual names (convert_offpolicy_to_cmt, samples_to_dataproto, skip_uid_set, ...) are those of the
-design document, docs/design.md. Functions that are also in ppo_v1.py are exact copies; a comment
-"# v1: ..." in them is explained there.
 
-    python het_grpo.py                                       # twelve locks, CPU, about a minute
+The algorithm comes first, up to `main` and its helpers. Environments, models, run folder, checks of
+options, checkpoints and torch.distributed follow. Some names come from the design document
+(docs/design.md): "experience" means notes or recorded successes, "woexp" without experience,
+"discard" strip; convert_offpolicy_to_cmt makes a member of a group, samples_to_dataproto makes a
+batch, skip_uid_set holds retired tasks. Functions that are also in ppo_v1.py are exact copies, with
+comments such as "# v1: clip" that name a feature of that file.
+
+    python het_grpo.py                                       # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
+    python het_grpo.py --model-name FOLDER --chat-template --max-turn-tokens 8 --learning-rate 1e-6
 """
 
+import copy
 import dataclasses
 import functools
 import importlib.util
@@ -67,11 +87,11 @@ from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
 import tyro
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.device_mesh import init_device_mesh
@@ -80,36 +100,42 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
-DUAL_CLIP = 3.0  # bound on the ratio where the advantage is negative
+CLIP_LOW = 0.2  # the policy ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]
+CLIP_HIGH = 0.28  # for on-policy tokens; --off-cliprange-high for the others
+DUAL_CLIP = 3.0  # with a negative advantage, a ratio above this has no gradient
 MAX_GRAD_NORM = 1.0
 RETRIEVE_TOP_K = 3  # notes per question
-MAX_NOTES = 1_000  # the oldest notes are dropped
+MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
-PRACTICE = 1_000_000  # tasks from here on are for practice: an environment gives them other rules
+WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
+PRACTICE = 1_000_000  # the tiny model practises on tasks from here on, with rules of their own
 
-METHODS = {  # what --method sets: episodes with advice, advice in samples, share that keeps it
-    "baseline": dict(
-        train_rollout_expmode="woexp", train_sample_expmode="keep", train_sample_keepratio=1.0
-    ),
-    "ec": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="keep", train_sample_keepratio=1.0
-    ),
-    "ei": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="discard", train_sample_keepratio=0.0
-    ),
-    "het": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
-    ),
-    "sft": dict(
-        train_rollout_expmode="mixed", train_sample_expmode="hybrid", train_sample_keepratio=0.5
-    ),
+
+def preset(rollouts: str, samples: str, keepratio: float) -> dict:
+    """Four options that --method sets: who gets advice, and which samples keep it."""
+    return dict(
+        val_rollout_expmode=rollouts,
+        train_rollout_expmode=rollouts,
+        train_sample_expmode=samples,
+        train_sample_keepratio=keepratio,
+    )
+
+
+METHODS = {
+    "baseline": preset(rollouts="woexp", samples="keep", keepratio=1.0),
+    "ec": preset(rollouts="mixed", samples="keep", keepratio=1.0),
+    "ei": preset(rollouts="mixed", samples="discard", keepratio=0.0),
+    "het": preset(rollouts="mixed", samples="hybrid", keepratio=0.5),
+    "sft": preset(rollouts="mixed", samples="hybrid", keepratio=0.5),
 }
 
 
 # --- args ---
+Method = Literal["baseline", "ec", "ei", "het", "sft"]
 RolloutMode = Literal["mixed", "all", "woexp"]
 SampleMode = Literal["keep", "discard", "hybrid"]
+SelectMode = Literal["argmin", "argmax", "random"]
 
 
 @dataclass
@@ -130,12 +156,11 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # success: the episode ended and the environment gave this much
+    success_reward: float = 1.0  # an episode that terminated with this sum of rewards is a success
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
     system_prompt: str = ""  # with --chat-template: system message before each prompt
-    warm_start_steps: int = 400  # tiny model only: supervised steps on games with random rules
     # rollout
     num_tasks: int = 8  # tasks per iteration (B / n)
     group_size: int = 8  # episodes per task (n), replayed ones included
@@ -147,115 +172,49 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
+    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that LoRA freezes
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.28  # upper clip range of on-policy tokens
     ent_coef: float = 0.0  # weight of the entropy bonus
-    imitate_iterations: int = 0  # the first iterations are those of --method sft
+    imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Literal["baseline", "ec", "ei", "het", "sft"] | None = None  # preset (None: het)
-    enable: bool = True  # --no-enable is --method baseline
-    val_rollout_expmode: RolloutMode | None = None  # held-out episodes with advice: part, all, none
-    train_rollout_expmode: RolloutMode | None = None  # training episodes with advice
-    rollout_expratio: float = 0.5  # mixed: share of a group's episodes that get advice
-    train_sample_expmode: SampleMode | None = None  # advice in training samples: keep, strip, mix
+    method: Method = "het"  # sets those of the options below that are None
+    enable: bool = True  # --no-enable: no advice, as --method baseline
+    val_rollout_expmode: RolloutMode | None = None  # evaluation: who gets advice (woexp: nobody)
+    train_rollout_expmode: RolloutMode | None = None  # training: who gets advice (woexp: nobody)
+    rollout_expratio: float = 0.5  # mixed: this share of the episodes of a group gets advice
+    train_sample_expmode: SampleMode | None = None  # training samples keep advice or not
     train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
     updated_freq: int = 1  # iterations between additions to the pool (0: never)
-    val_summarizer_save: bool = False  # add notes about held-out tasks, too: a leak
+    val_summarizer_save: bool = False  # add notes about held-out tasks: leaks them into training
     summarizer: str | None = None  # file.py:function(episodes, ask) -> list of (topic, text)
     retriever: str | None = None  # file.py:function(question, top_k) -> text
     off_cliprange_high: float = 0.6  # upper clip range of stripped and replayed tokens
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
-    exp_select_mode: Literal["argmin", "argmax", "random"] = "argmin"  # by entropy when recorded
-    experience_rbound: int | None = None  # most successes of a replayed task (None: n - 1)
-    replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the ratio
+    exp_select_mode: SelectMode = "argmin"  # replay the success of lowest, highest, any entropy
+    experience_rbound: int | None = None  # replay tasks with up to this many successes (None: n-1)
+    replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the policy ratio
     retire_solved: bool = False  # leave out tasks whose last group had no failure
 
     def __post_init__(self):
-        """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name in (
-            "num_threads", "eval_every", "eval_size", "save_every", "num_train_tasks", "max_turns",
-            "num_tasks", "group_size", "max_turn_tokens", "temperature", "num_iterations",
-            "learning_rate", "update_epochs", "num_minibatches", "gradient_accumulation_steps",
-            "clip_low", "clip_high", "off_cliprange_high",
-        ):  # fmt: skip
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
-        self.method = self.method or ("het" if self.enable else "baseline")
-        self.check_method()
-        for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
-            if not 0 <= self.setting(name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
-        if self.method != "baseline" and not self.enable:
-            raise ValueError(f"--method {self.method} contradicts --no-enable")
-        if self.experience_pool and not self.uses_pool:
-            raise ValueError("no episode gets advice, so nothing reads --experience-pool")
-        if self.experience_pool and not Path(self.experience_pool).is_file():
-            raise ValueError(f"--experience-pool: there is no file {self.experience_pool}")
-        imitates = self.method == "sft" or self.imitate_iterations > 0
-        if imitates and self.use_experience_replay:
-            raise ValueError("imitation cannot be combined with --use-experience-replay")
-        if self.retire_solved and not self.use_experience_replay:
-            raise ValueError("--retire-solved needs --use-experience-replay")
-        if self.group_size == 1 and self.method != "sft":
-            raise ValueError("an episode is judged against others: 2 is the least --group-size")
-        if self.experience_template.count("{}") != 1:
-            raise ValueError("--experience-template needs exactly one {}")
-        for name in ("env", "summarizer", "retriever"):
-            path, is_file, _ = (getattr(self, name) or "").partition(".py:")
-            if is_file and not Path(path + ".py").is_file():
-                raise ValueError(f"--{name}: there is no file {path}.py")
+        """Fill in what --method decides, then check."""
+        if not self.enable:
+            if self.method in ("ec", "ei", "sft"):  # het may be the default
+                raise ValueError(f"--no-enable contradicts --method {self.method}")
+            self.method = "baseline"
+        for name, value in METHODS[self.method].items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
-        if self.num_tasks > self.num_train_tasks:
-            raise ValueError("--num-train-tasks must be at least --num-tasks")
-        if self.system_prompt and not self.chat_template:
-            raise ValueError("--system-prompt needs --chat-template")
-        if self.chat_template and not self.model_name:
-            raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-        if self.batch_size % self.num_minibatches:
-            raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-        rows = self.batch_size // self.num_minibatches
-        if rows < self.gradient_accumulation_steps * num_ranks:
-            raise ValueError("a minibatch has fewer episodes than micro-batches x ranks")
-        if self.fsdp and num_ranks == 1:
-            raise ValueError("--fsdp needs torchrun with two processes or more")
-        if self.fsdp and self.eval_size < num_ranks:
-            raise ValueError("--fsdp: every rank needs a held-out task, raise --eval-size")
-
-    def setting(self, name: str):
-        """The value of an option that was given, or else the method's. args.json has the former."""
-        given = getattr(self, name)
-        if given is not None:
-            return given
-        if name == "val_rollout_expmode":
-            return "woexp" if self.method == "baseline" else "mixed"
-        return METHODS[self.method][name]
-
-    def check_method(self):
-        """An option that contradicts the method is an error. `sft` allows all of them."""
-        preset = METHODS[self.method]
-        plays_with_advice = self.setting("train_rollout_expmode") != "woexp"
-        contradictions = {
-            "train_rollout_expmode": plays_with_advice == (self.method == "baseline"),
-            "train_sample_expmode": self.setting("train_sample_expmode")
-            != preset["train_sample_expmode"],
-            "train_sample_keepratio": self.method != "het"
-            and self.setting("train_sample_keepratio") != preset["train_sample_keepratio"],
-        }
-        for name, is_contradiction in contradictions.items():
-            if is_contradiction and self.method != "sft":
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"the method is {self.method}, which contradicts {option}")
+        check_options(self)
 
     @property
     def batch_size(self) -> int:
@@ -263,8 +222,10 @@ class Args:
 
     @property
     def uses_pool(self) -> bool:
-        modes = {self.setting("val_rollout_expmode"), self.setting("train_rollout_expmode")}
-        return modes != {"woexp"} or self.imitate_iterations > 0
+        """Whether some episodes get advice."""
+        validates_with_advice = self.val_rollout_expmode != "woexp"
+        trains_with_advice = self.train_rollout_expmode != "woexp"
+        return validates_with_advice or trains_with_advice or self.imitate_iterations > 0
 
 
 # --- networks ---
@@ -274,8 +235,8 @@ class Args:
 #     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
 #     replay_mask                    (B,R)    1 on those that are replayed
 #     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
-#     logprobs                       (B,R)    before the update, after the training prompt
-#     recorded_old_log_probs         (B,R)    the same of a replayed episode, when it was recorded
+#     old_logprobs                   (B,R)    before the update, after the training prompt
+#     recorded_old_log_probs         (B,R)    old_logprobs when a replayed episode was recorded
 #     advantages                     (B,R)
 #     rewards, successes, group_ids  (B,)
 
@@ -324,12 +285,15 @@ def logprobs_and_entropy(policy, batch: dict):
 
 @torch.no_grad()
 def compute_log_prob(policy, batch: dict, args):
-    """The same without gradients, in parts; every rank measures its share.  -> 2 x (B,R)"""
+    """logprobs_and_entropy() of a whole batch, without gradients.  -> 2 x (B,R)
+
+    Every rank measures its rows in micro-batches; the sum over ranks fills in the other rows.
+    """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
     my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
-    size = args.batch_size // args.num_minibatches // args.gradient_accumulation_steps
-    for rows in my_rows.split(size):
+    num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
+    for rows in my_rows.split(args.batch_size // num_parts):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
     sum_over_ranks([logprobs, entropy])
@@ -338,6 +302,7 @@ def compute_log_prob(policy, batch: dict, args):
 
 # --- rollout ---
 def empty_list():
+    """The default of a field: a new list for each object."""
     return dataclasses.field(default_factory=list)
 
 
@@ -352,19 +317,23 @@ class Trajectory:
     keep: bool = True  # the training sample keeps the advice
     version: int = 0  # iteration that sampled it
     question: str = ""
-    topic: str = ""  # what a note about this episode is about
+    topic: str = ""  # a note about this episode is found by these words
     advice: str = ""  # what was shown ("": nothing)
     prompt_ids: list[int] = empty_list()  # the question alone
-    advised_ids: list[int] = empty_list()  # the prompt that was read, with advice
+    advised_ids: list[int] = empty_list()  # the prompt that was read
     steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
     turns: list[dict] = empty_list()  # action, observation and reward of each turn
-    sampler_logprobs: list[float] = empty_list()  # one per sampled token
-    reward: float = 0.0
+    sampler_logprobs: list[float] = empty_list()  # one per token of the steps
+    reward: float = 0.0  # sum over the turns
     success: bool = False
     experience: str = ""  # what was done, in words
     is_experience_replay: bool = False
-    old_log_probs: list[float] = empty_list()  # of the response, when recorded
+    old_log_probs: list[float] = empty_list()  # one per token, when recorded
     entropy: float = 0.0  # mean over the sampled tokens, when recorded
+
+    def tokens(self) -> list[int]:
+        """Everything that the policy reads before its next action."""
+        return self.advised_ids + [token for _, ids in self.steps for token in ids]
 
 
 def training_prompt(t: Trajectory) -> list[int]:
@@ -377,7 +346,7 @@ def training_prompt(t: Trajectory) -> list[int]:
 
 
 def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Which episodes of a group get advice, or which tasks keep it: floor(count x ratio)."""
+    """Choose which episodes of a group get advice, or which tasks keep it."""
     if mode in ("woexp", "discard"):
         ratio = 0.0
     if mode in ("all", "keep"):
@@ -388,17 +357,17 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
 
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
-    """The episodes of each task's group that are to be played; replayed members take a place."""
-    sample_mode = args.setting("train_sample_expmode")
-    rollout_mode = args.setting("train_rollout_expmode")
-    keeps = draw(len(tasks), sample_mode, args.setting("train_sample_keepratio"), rng)
+    """What is to be played: the group of each task, less its replayed member."""
+    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
     for t in replayed:
-        if t.advice:  # its log-probs were recorded with this kind of prompt: the group uses it, too
+        # All members of a group keep or strip alike. A replayed member decides for the others:
+        # its log-probs were recorded after this kind of prompt (--replay-old-logp recorded).
+        if t.advice:
             keeps[t.data_id] = t.keep
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-        guided = draw(num_fresh, rollout_mode, args.rollout_expratio, rng)
+        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
         for i in range(num_fresh):
             t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
             planned.append(t)
@@ -406,7 +375,7 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
 
 
 def inject_experience(question: str, advice: str, template: str) -> str:
-    """Not str.format: the texts may contain braces."""
+    """Put the advice before the question. The texts may have braces: str.format would fail."""
     if not advice:
         return question
     before, _, after = template.partition("{}")
@@ -433,38 +402,39 @@ def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=Non
     ids = padded.clamp(min=0)
     mask = (padded >= 0).long()
     cache = None  # the model makes a cache of its own kind
-    tokens = []
-    logprobs = []
+    turn_ids = [[] for _ in contexts]
+    turn_logprobs = [[] for _ in contexts]
     has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for place in range(max_tokens):
         logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
         logits = logits[:, 0]  # (B,V)
         if uniforms is None:
-            token = logits.argmax(-1)
+            tokens = logits.argmax(-1)
         else:
-            token = sample_token(logits, uniforms[:, place])
-        tokens.append(token.where(~has_ended, -1))
-        logprobs.append(logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1))
-        has_ended |= torch.isin(token, policy.eos_ids)
+            tokens = sample_token(logits, uniforms[:, place])
+        logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
+        new_ids = tokens.tolist()
+        new_logprobs = logprobs.tolist()
+        for row, ended in enumerate(has_ended.tolist()):
+            if not ended:
+                turn_ids[row].append(new_ids[row])
+                turn_logprobs[row].append(new_logprobs[row])
+        has_ended |= torch.isin(tokens, policy.eos_ids)
         if has_ended.all():
             break
-        ids = token[:, None]
+        ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    turn_ids = [[i for i in row if i >= 0] for row in torch.stack(tokens, 1).tolist()]
-    turn_logprobs = torch.stack(logprobs, 1).tolist()
-    for row, row_ids in zip(turn_logprobs, turn_ids, strict=True):
-        del row[len(row_ids) :]
     return turn_ids, turn_logprobs
 
 
 @dataclass
 class Player:
-    """Plays episodes: a policy, environments, and where advice comes from."""
+    """Plays episodes: a policy, environments, and notes to take advice from."""
 
     policy: Policy
+    dialogue: "Dialogue"
     envs: list
     pool: "ExperiencePool"
-    dialogue: "Dialogue"
     args: Args
 
     def start_game(self, t: Trajectory, env, retrieve, iteration: int):
@@ -476,11 +446,12 @@ class Player:
         t.prompt_ids = self.dialogue.prompt(t.question)
         t.advised_ids = self.dialogue.prompt(prompt)
 
-    def take_turn(self, t: Trajectory, env, ids: list[int]) -> bool:
-        """The environment answers what the agent said.  -> True if the episode goes on"""
+    def take_turn(self, t: Trajectory, env, ids: list[int], logprobs: list[float]) -> bool:
+        """Tell the environment what was sampled.  -> whether the episode goes on"""
         action = self.dialogue.read(ids)
         observation, reward, terminated, truncated, info = env.step(action)
         t.steps.append(("assistant", ids))
+        t.sampler_logprobs += logprobs
         t.turns.append(dict(action=action, observation=observation, reward=reward))
         t.reward += reward
         if terminated or truncated or len(t.turns) == self.args.max_turns:
@@ -488,59 +459,65 @@ class Player:
             actions = " ".join(turn["action"] for turn in t.turns)
             t.experience = info.get("experience", f"{t.topic} : {actions}")
             return False
-        t.steps.append(("env", self.dialogue.reply(observation, ids)))
+        reply_ids = self.dialogue.reply(observation, ids)
+        t.steps.append(("env", reply_ids))
+        t.sampler_logprobs += [0.0] * len(reply_ids)
         return True
 
     def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
-        """As many episodes as there are environments, one turn of all of them at a time."""
+        """Play as many episodes as there are environments, one turn of all of them at a time."""
         retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
-        for t, env in zip(trajectories, self.envs, strict=False):
+        games = list(zip(trajectories, self.envs, strict=False))
+        for t, env in games:
             self.start_game(t, env, retrieve, iteration)
-        playing = list(range(len(trajectories)))
         num_tokens = self.args.max_turn_tokens
-        for turn in range(self.args.max_turns):
-            contexts = []
-            for i in playing:
-                spoken = [token for _, ids in trajectories[i].steps for token in ids]
-                contexts.append(trajectories[i].advised_ids + spoken)
+        first_token = 0
+        while games:
             turn_uniforms = None
             if uniforms is not None:
-                turn_uniforms = uniforms[playing, turn * num_tokens : (turn + 1) * num_tokens]
+                groups = [t.data_id for t, _ in games]
+                places = [t.rollout_id for t, _ in games]
+                turn_uniforms = uniforms[groups, places, first_token : first_token + num_tokens]
+            contexts = [t.tokens() for t, _ in games]
             turn_ids, turn_logprobs = sample_turn(self.policy, contexts, num_tokens, turn_uniforms)
             unfinished = []
-            for i, ids, logprobs in zip(playing, turn_ids, turn_logprobs, strict=True):
-                trajectories[i].sampler_logprobs += logprobs
-                if self.take_turn(trajectories[i], self.envs[i], ids):
-                    unfinished.append(i)
-            playing = unfinished
-            if not playing:
-                break
+            for (t, env), ids, logprobs in zip(games, turn_ids, turn_logprobs, strict=True):
+                if self.take_turn(t, env, ids, logprobs):
+                    unfinished.append((t, env))
+            games = unfinished
+            first_token += num_tokens
 
     def play(self, trajectories: list[Trajectory], iteration: int, uniforms=None):
         """Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
 
-        `uniforms` has a row for each place of a group: (groups, n, turns x tokens). None: greedy.
+        `uniforms` has a number for each token that may be sampled (groups, n, tokens); without
+        them the episodes are greedy.
         """
+        gather_weights(self.policy)
         my_share = trajectories[rank() :: world_size()]
-        for start in range(0, len(my_share), len(self.envs)):
-            part = my_share[start : start + len(self.envs)]
-            part_uniforms = None
-            if uniforms is not None:
-                rows = [uniforms[t.data_id, t.rollout_id] for t in part]
-                part_uniforms = torch.stack(rows).to(self.policy.eos_ids.device)
-            self.play_part(part, iteration, part_uniforms)
+        if uniforms is not None:
+            uniforms = uniforms.to(self.policy.eos_ids.device)
+        # Within one autocast each weight is cast once, and not at every token.
+        device_type = self.policy.eos_ids.device.type
+        with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
+            for start in range(0, len(my_share), len(self.envs)):
+                self.play_part(my_share[start : start + len(self.envs)], iteration, uniforms)
         played = sum(gather_objects(my_share), [])
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
 
 
+def draw_uniforms(num_groups: int, args):
+    return torch.rand(num_groups, args.group_size, args.max_turns * args.max_turn_tokens)
+
+
 # --- training samples ---
 def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) -> Trajectory:
-    """A stored trajectory as a member of a group of this batch."""
+    """A recorded episode as a member of a group of this batch."""
     return replace(stored, data_id=data_id, rollout_id=rollout_id, is_experience_replay=True)
 
 
 def get_extra(t: Trajectory) -> dict:
-    """What a sample carries besides its tokens."""
+    """Properties of a sample that decide how its tokens are treated in the update."""
     is_stripped = bool(t.advice) and not t.keep
     is_replayed = t.is_experience_replay
     return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
@@ -553,54 +530,49 @@ def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
     for role, ids in steps:
         response_ids += ids
         response_mask += [int(role == "assistant")] * len(ids)
-    replay_mask = [bit * int(is_experience_replay) for bit in response_mask]
+    replay_mask = response_mask if is_experience_replay else [0] * len(response_mask)
     return dict(response_ids=response_ids, response_mask=response_mask, replay_mask=replay_mask)
 
 
-def pad(rows: list[list], side: str = "right"):
-    """Lists of numbers -> (B,T), with -1 as padding."""
+def pad(rows: list[list], side: str = "right", value: float = -1):
+    """Lists of numbers -> (B,T)"""
     tensors = [torch.as_tensor(row) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=-1, padding_side=side)
+    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
     """The batch of tensors that is described above `Policy`."""
     columns = defaultdict(list)
     for t in trajectories:
-        sample = tokenize_steps(t.steps, t.is_experience_replay)
-        columns["prompt_ids"].append(training_prompt(t))
-        columns["response_ids"].append(sample["response_ids"])
-        columns["response_mask"].append(sample["response_mask"])
-        columns["replay_mask"].append(sample["replay_mask"])
-        columns["off_policy"].append([get_extra(t)["off_policy"]])
-        columns["rewards"].append(float(t.reward))
-        columns["successes"].append(float(t.success))
-        columns["group_ids"].append(t.data_id)
+        row = tokenize_steps(t.steps, t.is_experience_replay)
+        zeros = [0.0] * len(row["response_ids"])
+        row["sampler_logprobs"] = t.sampler_logprobs or zeros
+        row["recorded_old_log_probs"] = t.old_log_probs or zeros
+        row["prompt_ids"] = training_prompt(t)
+        row["off_policy"] = [get_extra(t)["off_policy"]]
+        for name, values in row.items():
+            columns[name].append(values)
     ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
-    response_mask = pad(columns["response_mask"]).clamp(min=0)
+    response_mask = pad(columns["response_mask"], value=0)
     batch = dict(
         ids=ids.clamp(min=0),
         mask=(ids >= 0).long(),
         response_mask=response_mask,
         exp_mask=response_mask * torch.tensor(columns["off_policy"]),
-        replay_mask=pad(columns["replay_mask"]).clamp(min=0),
-        sampler_logprobs=torch.zeros(response_mask.shape),
-        recorded_old_log_probs=torch.zeros(response_mask.shape),
-        rewards=torch.tensor(columns["rewards"]),
-        successes=torch.tensor(columns["successes"]),
-        group_ids=torch.tensor(columns["group_ids"]),
+        replay_mask=pad(columns["replay_mask"], value=0),
+        sampler_logprobs=pad(columns["sampler_logprobs"], value=0),
+        recorded_old_log_probs=pad(columns["recorded_old_log_probs"], value=0),
+        rewards=torch.tensor([float(t.reward) for t in trajectories]),
+        successes=torch.tensor([float(t.success) for t in trajectories]),
+        group_ids=torch.tensor([t.data_id for t in trajectories]),
     )
-    for i, t in enumerate(trajectories):
-        is_sampled = response_mask[i] == 1
-        batch["sampler_logprobs"][i, is_sampled] = torch.tensor(t.sampler_logprobs)
-        batch["recorded_old_log_probs"][i, : len(t.old_log_probs)] = torch.tensor(t.old_log_probs)
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def _replace_recorded_old_log_probs(batch: dict, old_log_probs):
-    """Replayed tokens get the log-probs of the time when they were recorded.  (B,R) -> (B,R)"""
+def _replace_recorded_old_log_probs(batch: dict, old_logprobs):
+    """Replace the log-probs of replayed tokens by the recorded ones.  (B,R) -> (B,R)"""
     is_replayed = batch["replay_mask"] == 1
-    return torch.where(is_replayed, batch["recorded_old_log_probs"], old_log_probs)
+    return torch.where(is_replayed, batch["recorded_old_log_probs"], old_logprobs)
 
 
 # --- math ---
@@ -643,7 +615,7 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
 
 # --- experience pool: notes ---
 def episode_of(t: Trajectory) -> dict:
-    """A trajectory in words, for summarizers and episodes.jsonl."""
+    """An episode in words, for summarizers and episodes.jsonl."""
     lines = [t.question]
     for turn in t.turns:
         lines += [f"> {turn['action']}", turn["observation"]]
@@ -652,8 +624,14 @@ def episode_of(t: Trajectory) -> dict:
 
 
 def summarize_successes(episodes: list[dict], ask) -> list[tuple[str, str]]:
-    """The built-in summarizer: a note is what a success did."""
+    """The built-in summarizer: a note tells what was done in a success."""
     return [(episode["topic"], episode["experience"]) for episode in episodes if episode["success"]]
+
+
+def is_note(note) -> bool:
+    """Whether it is a pair of texts: topic and text."""
+    is_pair = isinstance(note, list | tuple) and len(note) == 2
+    return is_pair and all(isinstance(part, str) for part in note)
 
 
 @functools.lru_cache(100_000)
@@ -664,10 +642,11 @@ def words_of(text: str) -> frozenset:
 class ExperiencePool:
     """Notes about earlier episodes. A summarizer writes them, a retriever finds them."""
 
-    def __init__(self, args, ask=None):
-        self.records: list[dict] = []  # topic, text, and the step that wrote it
+    def __init__(self, args):
+        self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
         self.num_failed_calls = 0
-        self.ask = ask  # function(prompts) -> answers of the policy
+        self.ask = None  # function(prompts) -> answers of the policy; `main` sets it
+        # A note with a long part of the template in it is refused: advice within advice.
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         self.retriever = None
@@ -677,8 +656,9 @@ class ExperiencePool:
             self.retriever = load_object(args.retriever)
 
     def add(self, topic: str, text: str, step: int) -> bool:
-        """-> False if the note is empty or has the template in it: advice inside advice"""
-        if not (topic and text) or (self.marker and self.marker in text):
+        """Add a note, once.  -> False if it is refused: an empty one, or one with the template"""
+        has_template = len(self.marker) > 20 and self.marker in text
+        if has_template or not (topic and text):
             return False
         if not any(r["topic"] == topic and r["text"] == text for r in self.records):
             self.records.append(dict(topic=topic, text=text, step=step))
@@ -687,45 +667,40 @@ class ExperiencePool:
 
     def fill_pool(self, trajectories: list[Trajectory], step: int):
         """Add what the summarizer writes about these episodes. One process asks it."""
-        notes = None
+        notes = []
         if rank() == 0:
-            notes = self.summarize(trajectories)
+            episodes = [episode_of(t) for t in trajectories]
+            notes = call_within_limit(self.summarizer, episodes, self.ask)
+            if not (isinstance(notes, list) and all(is_note(note) for note in notes)):
+                self.count_failure("--summarizer", notes)
+                notes = []
         for topic, text in gather_objects(notes)[0]:
             self.add(topic, text, step)
-
-    def summarize(self, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
-        episodes = [episode_of(t) for t in trajectories]
-        notes = call_within_limit(self.summarizer, episodes, self.ask)
-        try:
-            return [(topic + "", text + "") for topic, text in notes]
-        except (TypeError, ValueError):  # an error, or not pairs of texts
-            self.count_failure("--summarizer", notes)
-            return []
 
     def retrieve(self, question: str, step: int) -> str:
         """Advice for a question, "" if there is none."""
         if self.retriever is None:
             return self.search(question, step)
         advice = call_within_limit(self.retriever, question, RETRIEVE_TOP_K)
-        if isinstance(advice, str):
-            return advice
-        self.count_failure("--retriever", advice)
-        return ""
+        if not isinstance(advice, str):
+            self.count_failure("--retriever", advice)
+            return ""
+        return advice
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
-        print(f"{option} returned {result!r:.300}; the run goes on without new experience")
+        print(f"{option} returned {result!r:.300}; the run goes on without it")
 
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note that was written at step t is readable from t + 1 on. Among notes with equal scores
-        the newest comes first.
+        A note can be read in the iteration after the one that wrote it, not before. Among notes
+        with equal scores the newest comes first.
         """
-        readable = [record for record in reversed(self.records) if record["step"] < step]
+        readable = [record for record in self.records if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
         scored = []
-        for record in readable:
+        for record in reversed(readable):  # the newest first: sorting keeps this order in a tie
             shared = words_of(record["topic"]) & words_of(question)
             # fsum: the order of a set must not matter
             score = math.fsum(math.log(1 + len(readable) / counts[word]) for word in shared)
@@ -736,16 +711,25 @@ class ExperiencePool:
 
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
-                is_good = self.add(record["topic"] + "", record["text"] + "", step=-1)
+                note = (record["topic"], record["text"])
             except (ValueError, KeyError, TypeError, RecursionError):
-                is_good = not line.strip()
-            if not is_good:
+                note = None
+            if not (is_note(note) and self.add(*note, step=-1)):
                 sys.exit(
                     f"--experience-pool {path}: line {number} must be a JSON object with a topic "
                     "and a text, and without the template"
                 )
+
+    def state_dict(self) -> dict:
+        return dict(records=self.records, num_failed_calls=self.num_failed_calls)
+
+    def load_state_dict(self, state: dict):
+        self.records = state["records"]
+        self.num_failed_calls = state["num_failed_calls"]
 
 
 def call_within_limit(function, *inputs):
@@ -755,7 +739,7 @@ def call_within_limit(function, *inputs):
     def target():
         try:
             results.append(function(*inputs))
-        except Exception as error:
+        except BaseException as error:  # sys.exit() in a user's function must not end the run
             results.append(error)
 
     # A daemon thread: a call that hangs cannot keep the process alive.
@@ -773,20 +757,19 @@ class ExperienceManager:
 
     def __init__(self, args):
         self.args = args
-        self.difficulty: dict[int, int] = {}  # task -> successes in its last group
-        self.skip_uid_set: set[int] = set()  # retired tasks: their last group had no failure
+        self.num_successes: dict[int, int] = {}  # task -> number of successes in its last group
+        self.skip_uid_set: set[int] = set()  # solved tasks, with --retire-solved
         self.memory: dict[int, list[Trajectory]] = {}  # task -> successes
 
     def update_difficulty2task_dict(self, fresh: list[Trajectory]):
-        """Count the successes of each group, replayed members aside."""
+        """Count the successes of each group, without the replayed members."""
         for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            self.difficulty[task] = sum(results)
-            if all(results):  # solved, even if a replayed member left only n - 1 fresh ones
-                self.difficulty[task] = self.args.group_size
+            # Beside a replayed member there are n - 1 fresh ones; if all succeed, write n: solved.
+            self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
-        """Solved tasks retire; a failure brings a task back.  -> what may be stored"""
+        """Retire solved tasks; a task that fails again comes back.  -> what may be recorded"""
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
         if self.args.retire_solved:
@@ -797,15 +780,15 @@ class ExperienceManager:
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        """Successes with small values are kept, and replayed first."""
+        """A number for each success. The lowest is replayed; a full memory drops the highest."""
         if self.args.exp_select_mode == "random":
             return 0.0
-        if not self.args.use_experience_replay:  # imitation: the shortest has the fewest detours
+        if not self.args.use_experience_replay:  # --method sft: a short success has few detours
             return len(t.steps)
         return t.entropy if self.args.exp_select_mode == "argmin" else -t.entropy
 
     def save_trajectories_to_memory(self, trajectories: list[Trajectory]):
-        """A full memory drops the least preferred; among equals the oldest."""
+        """A full memory drops the least preferred success; among equals the oldest."""
         for t in trajectories:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
@@ -813,12 +796,12 @@ class ExperienceManager:
                 stored.remove(max(stored, key=self.preference))
 
     def valid_tasks(self) -> dict[int, list[int]]:
-        """Number of successes -> tasks that may be replayed: the buckets of the replay pool.
+        """Tasks that may be replayed, in buckets: number of successes -> tasks.
 
-        A task without a success in its last group is among them if it has older ones.
+        A task that failed in all of its last group may be replayed if it succeeded before.
         """
         buckets = {}
-        for task, num_successes in sorted(self.difficulty.items()):
+        for task, num_successes in sorted(self.num_successes.items()):
             if num_successes <= self.args.experience_rbound and task in self.memory:
                 buckets.setdefault(num_successes, []).append(task)
         return buckets
@@ -836,12 +819,12 @@ class ExperienceManager:
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
-        """One recorded success of a task, in a list."""
+        """The preferred success of a task, as a list. Among equals it is drawn."""
         shuffled = rng.sample(self.memory[task], len(self.memory[task]))
         return sorted(shuffled, key=self.preference)[:1]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
-        """These tasks are the first groups of a batch. A replayed member has the last place."""
+        """A recorded success of each task. It takes the last place of its group."""
         batch = []
         for data_id, task in enumerate(tasks):
             for stored in self.get_offpolicy_trajectories_from_memory(task, rng):
@@ -850,75 +833,83 @@ class ExperienceManager:
 
     def state_dict(self) -> dict:
         memory = {task: [vars(t) for t in stored] for task, stored in self.memory.items()}
-        return dict(difficulty=self.difficulty, skip_uid_set=self.skip_uid_set, memory=memory)
+        return dict(num_successes=self.num_successes, skip_uid_set=self.skip_uid_set, memory=memory)
 
     def load_state_dict(self, state: dict):
-        self.difficulty = state["difficulty"]
+        self.num_successes = state["num_successes"]
         self.skip_uid_set = state["skip_uid_set"]
         for task, stored in state["memory"].items():
             self.memory[task] = [Trajectory(**values) for values in stored]
 
 
 class ExperienceMixCollateFn:
-    """Choose the tasks of an iteration: some from the replay pool, the others in shuffled passes."""
+    """Chooses the tasks of an iteration: some from the replay pool, the others pass by pass."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args = args
         self.manager = manager
         self.tasks = tasks
         self.num_passes = 0
-        self.waiting: list[int] = []  # tasks of this pass that have not been played yet, in order
+        self.waiting: list[int] = []  # tasks that this pass has not played yet, in order
 
     def __call__(self, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
-        max_replayed = 0
-        if self.args.use_experience_replay:  # a resumed run may have turned it off
-            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
         experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """Tasks from the front of the pass. Those that this iteration replays wait for the next."""
-        retired = self.manager.skip_uid_set if self.args.retire_solved else set()
+        """The next tasks of the pass. Tasks that are replayed now keep their place in it."""
+        retired = self.manager.skip_uid_set
         if len(set(self.tasks) - retired - set(experience_tasks)) < count:
             retired = set()  # too few are left: retired tasks are played again
+        excluded = retired | set(experience_tasks)
         chosen = []
         while len(chosen) < count:
-            excluded = {*experience_tasks, *chosen, *retired}
             ready = [task for task in self.waiting if task not in excluded]
-            if ready:
-                chosen.append(ready[0])
-                self.waiting.remove(ready[0])
-            else:
-                pass_rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
-                self.waiting = [task for task in self.waiting if task not in retired]
-                self.waiting += pass_rng.sample(self.tasks, len(self.tasks))
-                self.num_passes += 1
+            if not ready:
+                self.start_pass(retired)
+                continue
+            chosen.append(ready[0])
+            excluded.add(ready[0])
+            self.waiting.remove(ready[0])
         return chosen
+
+    def start_pass(self, retired: set[int]):
+        """Append all tasks in a new order to those that are still waiting."""
+        rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
+        self.waiting = [task for task in self.waiting if task not in retired]
+        self.waiting += rng.sample(self.tasks, len(self.tasks))
+        self.num_passes += 1
+
+    def state_dict(self) -> dict:
+        return dict(num_passes=self.num_passes, waiting=self.waiting)
+
+    def load_state_dict(self, state: dict):
+        self.num_passes = state["num_passes"]
+        self.waiting = state["waiting"]
 
 
 def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
-    """Replay: note log-probs and entropy in fresh trajectories, before they are stored."""
+    """Replay: write log-probs and entropy into fresh trajectories, before they are stored."""
     for i, t in enumerate(trajectories):
         if not t.is_experience_replay:
-            length = sum(len(ids) for _, ids in t.steps)
-            t.old_log_probs = batch["logprobs"][i, :length].tolist()
+            t.old_log_probs = batch["old_logprobs"][i, : len(t.sampler_logprobs)].tolist()
             t.entropy = masked_mean(entropy[i], batch["response_mask"][i]).item()
 
 
+def record_successes(manager: ExperienceManager, fresh: list[Trajectory]):
+    """Replay: what the new episodes tell about their tasks, and the successes among them."""
+    manager.update_difficulty2task_dict(fresh)
+    storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
+    manager.save_trajectories_to_memory(storable)
+
+
 # --- imitation: --method sft ---
-def options_of_phase(args, iteration: int):
-    """--imitate-iterations: the first iterations are --method sft. Options that were given hold."""
-    if iteration > args.imitate_iterations:
-        return args
-    return replace(args, method="sft", enable=True, imitate_iterations=0)
-
-
 def draw_successes(manager, args, rng) -> list[Trajectory]:
-    """A batch of successes so far, with replacement; keep or strip is drawn for each."""
-    sample_mode = args.setting("train_sample_expmode")
-    keeps = draw(args.batch_size, sample_mode, args.setting("train_sample_keepratio"), rng)
+    """A batch of the run's successes, with replacement; keep or strip is drawn for each sample."""
+    keeps = draw(args.batch_size, args.train_sample_expmode, args.train_sample_keepratio, rng)
     stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
     if not stored:
         return []
@@ -928,12 +919,14 @@ def draw_successes(manager, args, rng) -> list[Trajectory]:
 
 # --- update ---
 def weaken_stripped_failures(batch: dict):
-    """Methods that strip: a failure's token weighs pi(y|question) / pi(y|advice, question) <= 1.
+    """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
-    Without it nothing would end the push against tokens that only the advice had made likely.
+    The factor is that of a single token, and at most 1. A token that only the advice made likely is
+    hardly pushed down further. Positive advantages stay: stripping is to make such tokens likely.
+    AgentEvolver has no such factor; it biases the gradient.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
-    weights = (batch["logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
+    weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
     weights = weights.where(is_stripped & (batch["advantages"] < 0), 1.0)
     batch["advantages"] = batch["advantages"] * weights
 
@@ -941,62 +934,62 @@ def weaken_stripped_failures(batch: dict):
 def grpo_loss(policy, minibatch: dict, num_tokens, args):
     """-> loss, dict of statistics, log-ratios (B,R)
 
-    Loss and statistics are sums over these rows, divided by the tokens of the whole minibatch:
-    micro-batches and ranks add up.
+    Loss and statistics are sums over these rows, divided by all tokens of the minibatch. So they
+    can be summed over micro-batches and ranks, and clipfrac_off is a share of all tokens, too.
     """
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
-    old_logprobs = minibatch["logprobs"]
+    old_logprobs = minibatch["old_logprobs"]
     advantages = minibatch["advantages"]
-    logprobs, entropy = logprobs_and_entropy(policy, minibatch)
+    new_logprobs, entropy = logprobs_and_entropy(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     on_loss, on_clipped = policy_loss(
-        logprobs, old_logprobs, advantages, args.clip_low, args.clip_high, DUAL_CLIP
+        new_logprobs, old_logprobs, advantages, CLIP_LOW, CLIP_HIGH, DUAL_CLIP
     )
     off_loss, off_clipped = policy_loss(
-        logprobs, old_logprobs, advantages, args.clip_low, args.off_cliprange_high, DUAL_CLIP
+        new_logprobs, old_logprobs, advantages, CLIP_LOW, args.off_cliprange_high, DUAL_CLIP
     )
     pg_loss = torch.where(is_off == 1, off_loss, on_loss)
     clipped = dict(clipfrac_on=on_clipped * (1 - is_off), clipfrac_off=off_clipped * is_off)
     if args.method == "sft":  # cross-entropy, without a clip; the advantage of a success is 1
-        pg_loss = -advantages * logprobs
+        pg_loss = -advantages * new_logprobs
         clipped = {}
     per_token = clipped | dict(
         policy_loss=pg_loss,
         on_policy_loss=pg_loss * (1 - is_off),
         off_policy_loss=pg_loss * is_off,
         entropy=entropy,
-        approx_kl=k3_kl(old_logprobs, logprobs.detach()),
+        approx_kl=k3_kl(old_logprobs, new_logprobs.detach()),
     )
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}
     loss = means["policy_loss"] - args.ent_coef * means["entropy"]
     stats = {name: mean.detach() for name, mean in means.items()}
-    return loss, stats, logprobs.detach() - old_logprobs
+    return loss, stats, new_logprobs.detach() - old_logprobs
 
 
 def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Several epochs of minibatch steps.  -> metrics, means over the steps"""
+    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
     parameters = optimizer.param_groups[0]["params"]
     device = batch["ids"].device
     steps = []
     num_skipped = 0
     for _ in range(args.update_epochs):
-        logratios = torch.zeros_like(batch["logprobs"])
+        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch and the rows of a rank
         shuffled = torch.randperm(args.batch_size).to(device)
         for mb_inds in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
             num_tokens = batch["response_mask"][mb_inds].sum()
             my_inds = mb_inds[rank() :: world_size()]
-            micro_stats = []
+            stats = {}
             for micro_inds in my_inds.tensor_split(args.gradient_accumulation_steps):
-                minibatch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, stats, logratio = grpo_loss(policy, minibatch, num_tokens, args)
+                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+                loss, micro_stats, logratio = grpo_loss(policy, micro_batch, num_tokens, args)
                 loss.backward()
-                micro_stats.append(stats)
                 logratios[micro_inds] = logratio
-            stats = {name: sum(part[name] for part in micro_stats) for name in stats}
+                for name, value in micro_stats.items():
+                    stats[name] = stats.get(name, 0) + value
             sum_over_ranks(stats.values())
             sum_gradients(policy)
             grad_norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
@@ -1023,27 +1016,32 @@ def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def validate(player: Player, held_out: list[int], iteration: int):
-    """Greedy episodes with and without advice. Changes nothing.  -> metrics, episodes"""
+    """Play held-out tasks greedily, a share of them with advice.  -> metrics, episodes
+
+    eval/success_rate is over the tasks without advice, if there are any. Episodes that should get
+    advice but found no note are neither in success_guided nor in success_unguided.
+    """
     args = player.args
-    mode = args.setting("val_rollout_expmode")
-    guided = draw(len(held_out), mode, args.rollout_expratio, random.Random(0))
+    rng = random.Random(0)
+    guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, rng)
     planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     played = player.play(planned, iteration)
     unguided = [t for t in played if not t.guided]
-    advised = [t for t in played if t.advice]  # guided without advice counts for neither
-    kinds = dict(unguided=unguided, guided=advised, rate=unguided or played)
-    metrics = {"eval/episodic_return": fmean([t.reward for t in kinds["rate"]])}
-    for name, trajectories in kinds.items():
-        if trajectories:
-            metrics[f"eval/success_{name}"] = fmean([t.success for t in trajectories])
+    advised = [t for t in played if t.advice]
+    counted = unguided or played
+    metrics = {
+        "eval/success_rate": fmean([t.success for t in counted]),
+        "eval/episodic_return": fmean([t.reward for t in counted]),
+    }
+    if unguided:
+        metrics["eval/success_unguided"] = fmean([t.success for t in unguided])
+    if advised:
+        metrics["eval/success_guided"] = fmean([t.success for t in advised])
     return metrics, played
 
 
 def rollout_metrics(fresh, replayed, samples) -> dict:
-    """Means over lists of trajectories: new episodes, replayed ones, and all samples of the batch.
-
-    The mean over an empty list is left out.
-    """
+    """Means over new episodes, replayed episodes and samples. A mean over nothing is left out."""
     values = defaultdict(list)
     groups = defaultdict(list)
     for t in fresh:
@@ -1051,12 +1049,12 @@ def rollout_metrics(fresh, replayed, samples) -> dict:
         values["charts/success_rate"].append(t.success)
         values["charts/episodic_return"].append(t.reward)
         values["charts/episodic_length"].append(len(t.turns))
-        if t.advice:
-            values["success/guided"].append(t.success)
-        if not t.guided:  # guided without advice counts for neither, as in evaluations
-            values["success/unguided"].append(t.success)
         if t.guided:
             values["exp/retrieval_empty_frac"].append(not t.advice)
+        else:
+            values["success/unguided"].append(t.success)
+        if t.advice:
+            values["success/guided"].append(t.success)
     for t in samples:
         values["exp/off_frac"].append(get_extra(t)["off_policy"])
     for group in groups.values():
@@ -1076,9 +1074,22 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
     }
     if replayed:
         metrics["replay/age_mean"] = fmean([iteration - t.version for t in replayed])
-    for num_successes, num_tasks in Counter(manager.difficulty.values()).items():
+    for num_successes, num_tasks in Counter(manager.num_successes.values()).items():
         metrics[f"replay/bucket_{num_successes}"] = num_tasks
     return metrics
+
+
+def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
+    """Mean difference of the log-probs of sampler and training pass, on new on-policy samples."""
+    is_new = torch.tensor([[int(t.version == iteration)] for t in trajectories])
+    comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"].device)
+    if not comparable.any():
+        return {}
+    difference = (batch["old_logprobs"] - batch["sampler_logprobs"]).abs()
+    mismatch = masked_mean(difference, comparable).item()
+    if mismatch > 0.1 and iteration == 1:
+        sys.exit(f"log-probs of sampling and training differ by {mismatch:.2f} nats on average")
+    return {"rollout/logprob_mismatch": mismatch}
 
 
 # --- main ---
@@ -1093,48 +1104,47 @@ def main(args: Args) -> dict[str, float]:
 
     tasks = list(range(args.num_train_tasks))
     held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
-    envs = [TextEnv(args) for _ in range(args.batch_size)]
-    pool = ExperiencePool(args)
-    if args.experience_pool:
-        pool.load(args.experience_pool)
-    words = []
-    if args.model_name is None:
-        words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
-    lm, tokenizer, eos_ids = load_agent(args, words)
-    policy = Policy(lm, eos_ids, args.temperature).to(device)
-    dialogue = Dialogue(tokenizer, args, eos_ids)
-    player = Player(policy, envs, pool, dialogue, args)
-    pool.ask = functools.partial(ask_policy, policy, dialogue)
     has_checkpoint = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
-    if args.model_name is None and not has_checkpoint:
-        practise(policy, envs[0], dialogue, args)
+    player = make_player(args, tasks, held_out, device)
+    policy = player.policy
+    pool = player.pool
+    # A checkpoint holds all weights, but with LoRA only the adapters: practise again.
+    if args.model_name is None and (args.lora_rank or not has_checkpoint):
+        practise(player)
+    if args.lora_rank:
+        add_adapters(policy, args)
+        policy.to(device)
     broadcast_weights(policy)
+    if args.bf16:
+        use_bf16(policy)
     if args.fsdp:
         shard(policy, device)
+    trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
     optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
-    uniforms_shape = (args.group_size, args.max_turns * args.max_turn_tokens)
+    imitation_args = args
+    if args.imitate_iterations:
+        imitation_args = replace(args, method="sft", **METHODS["sft"])
 
     run = Run(args)
     state = dict(iteration=0, global_step=0)
+    memories = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
     if has_checkpoint:
         state = load_checkpoint(run, policy, optimizer)
-        pool.records = state["pool"]
-        pool.num_failed_calls = state["num_failed_calls"]
-        manager.load_state_dict(state["manager"])
-        mix.num_passes = state["num_passes"]
-        mix.waiting = state["waiting"]
+        for name, memory in memories.items():
+            memory.load_state_dict(state[name])
         metrics = run.rows[-1]
         episodes = []
     else:
         if args.uses_pool and args.init_exp_before_training:
-            played = play_first_tasks(player, tasks, uniforms_shape)
+            played = play_first_tasks(player, tasks)
             pool.fill_pool(played, step=-1)
             state["global_step"] = len(played)
         metrics, episodes = validate(player, held_out, iteration=0)
+        # A run that was killed before its first checkpoint may have left lines.
         drop_lines_after(-1, run.dir / "metrics.jsonl")
         drop_lines_after(-1, run.dir / "episodes.jsonl")
         run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
@@ -1150,7 +1160,8 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        phase = options_of_phase(args, iteration)
+        # The options of this iteration: the first iterations may be those of --method sft.
+        phase = imitation_args if iteration <= args.imitate_iterations else args
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1159,7 +1170,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. play the other episodes of each group, some of them with advice
         tasks_of_groups = experience_tasks + on_policy_tasks
         planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
-        fresh = player.play(planned, iteration, torch.rand(args.num_tasks, *uniforms_shape))
+        fresh = player.play(planned, iteration, draw_uniforms(phase.num_tasks, phase))
         state["global_step"] += len(fresh)
 
         # 3. training samples: a training prompt and a completion
@@ -1170,22 +1181,20 @@ def main(args: Args) -> dict[str, float]:
         batch = samples_to_dataproto(trajectories, device)
 
         # 4. log-probs before the update; replay records them before it replaces any
-        batch["logprobs"], entropy = compute_log_prob(policy, batch, args)
+        batch["old_logprobs"], entropy = compute_log_prob(policy, batch, phase)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
-        if args.use_experience_replay:
-            manager.update_difficulty2task_dict(fresh)
+        if phase.use_experience_replay:
             record_log_probs(trajectories, batch, entropy)
-            storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
-            manager.save_trajectories_to_memory(storable)
-        if args.replay_old_logp == "recorded":
-            batch["logprobs"] = _replace_recorded_old_log_probs(batch, batch["logprobs"])
+            record_successes(manager, fresh)
+        if phase.replay_old_logp == "recorded":
+            batch["old_logprobs"] = _replace_recorded_old_log_probs(batch, batch["old_logprobs"])
 
         # 5. advantages
-        advantages = group_advantages(batch["rewards"], batch["group_ids"], args.adv_std)
+        advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
         if phase.method == "sft":
-            advantages = batch["successes"]
+            advantages = batch["successes"]  # 1 or 0
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
-        if phase.setting("train_sample_expmode") != "keep":
+        if phase.train_sample_expmode != "keep":
             weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
@@ -1219,57 +1228,50 @@ def main(args: Args) -> dict[str, float]:
             if args.val_summarizer_save:
                 pool.fill_pool(episodes, iteration)
         run.log(metrics)
-        if metrics.get("exp/retrieval_empty_frac") == 1 and (is_last or iteration == 1):
-            print(f"warning: {len(pool.records)} notes, and no advice for any guided episode")
-
-        status = f"success {metrics['charts/success_rate']:.2f}"
-        progress.set_postfix_str(status, refresh=False)
-        progress.update()
-        if progress.disable:  # the output is not a terminal: print lines instead of a bar
-            print(f"[{iteration}/{args.num_iterations}] {status}", flush=True)
+        print_status(progress, iteration, metrics)
 
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
             state["iteration"] = iteration
-            state["pool"] = pool.records
-            state["num_failed_calls"] = pool.num_failed_calls
-            state["manager"] = manager.state_dict()
-            state["num_passes"] = mix.num_passes
-            state["waiting"] = mix.waiting
+            state |= {name: memory.state_dict() for name, memory in memories.items()}
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
-            print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+            progress.close()
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
             return metrics
 
     signals.release()
     progress.close()
-    save_model(policy, tokenizer, run.dir / "final_model")
+    save_model(policy, player.dialogue.tokenizer, run.dir / "final_model")
     print_episodes(episodes)
     run.finish()
     return metrics
 
 
-def play_first_tasks(player: Player, tasks: list[int], uniforms_shape) -> list[Trajectory]:
+def make_player(args, tasks: list[int], held_out: list[int], device) -> Player:
+    """Load or make the model, the environments and the pool of notes."""
+    envs = [TextEnv(args) for _ in range(args.batch_size)]
+    pool = ExperiencePool(args)
+    if args.experience_pool:
+        pool.load(args.experience_pool)
+    words = []
+    if args.model_name is None:
+        words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
+    lm, tokenizer, eos_ids = load_agent(args, words)
+    policy = Policy(lm, eos_ids, args.temperature).to(device)
+    dialogue = Dialogue(tokenizer, args, eos_ids)
+    pool.ask = functools.partial(ask_policy, policy, dialogue)
+    return Player(policy, dialogue, envs, pool, args)
+
+
+def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
     """Episodes of training tasks without advice: the first notes are about them."""
     args = player.args
     num_tasks = min(args.init_exp_before_training, len(tasks))
     planned = []
     for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
         planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
-    return player.play(planned, 0, torch.rand(num_tasks, *uniforms_shape))
-
-
-def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """Sampler against training forward, on new samples with the prompt that was read."""
-    is_new = torch.tensor([[t.version == iteration] for t in trajectories])
-    comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"])
-    if not comparable.any():
-        return {}
-    difference = (batch["logprobs"] - batch["sampler_logprobs"]).abs()
-    mismatch = masked_mean(difference, comparable).item()
-    if mismatch > 0.1 and iteration == 1:
-        sys.exit("the cached steps of this model do not agree with its forward pass")
-    return {"rollout/logprob_mismatch": mismatch}
+    return player.play(planned, 0, draw_uniforms(num_tasks, args))
 
 
 # --- task: environments ---
@@ -1280,9 +1282,10 @@ NAMES = (
 
 
 class LockEnv:
-    """Press four buttons in order; a wrong one costs a turn.
+    """Press four buttons in the right order; a wrong button costs a turn.
 
-    Locks of a family share a secret, held-out ones included: a held-out lock is a new room only.
+    Locks of a family share a secret, and training has locks of all families: held-out locks are
+    other rooms. Of 100 locks, chance opens 7, and a careful player without memory opens 14.
     """
 
     actions = ("red", "green", "blue", "gold")
@@ -1296,7 +1299,7 @@ class LockEnv:
         self.secret = rules.choices(self.actions, k=4)
         self.slot = 0
         self.name = self.names[family]
-        # The solution is for the teacher of the warm start, and for advice about unseen locks.
+        # Only the teacher of the warm start reads the solution.
         info = dict(topic=self.name, solution=self.secret)
         return f"lock {self.name} room {room % 100:02d}", info
 
@@ -1326,11 +1329,14 @@ def load_module(path: str):
 def load_object(place: str):
     """file.py:name or module:name"""
     path, _, name = place.rpartition(":")
-    return getattr(load_module(path), name)
+    module = load_module(path)
+    if not hasattr(module, name):
+        sys.exit(f"{place}: there is no {name} in {path}")
+    return getattr(module, name)
 
 
 class TextEnv:
-    """An environment as a text game: reset(task) -> text, info; step(text) -> Gymnasium's five."""
+    """An environment as a text game. `step` returns the five values of Gymnasium's step."""
 
     def __init__(self, args):
         name, brace, options = args.env.partition("{")
@@ -1340,17 +1346,15 @@ class TextEnv:
         elif ":" in name:
             self.env = load_object(name)(**options)
         else:
-            self.env = gym.make(name, **options)
+            self.env = gym.make(name, **options).unwrapped
         self.success_reward = args.success_reward
-        self.numbers = []
+        names = getattr(self.env, "actions", ())
+        actions = names
         space = getattr(self.env, "action_space", None)
         if isinstance(space, gym.spaces.Discrete):
-            self.numbers = range(space.start, space.start + space.n)
-        self.actions = list(getattr(self.env, "actions", map(str, self.numbers)))
-        if isinstance(space, gym.Space) and not (
-            self.actions or isinstance(space, gym.spaces.Text)
-        ):
-            sys.exit(f"--env {name}: actions of {space} have no words; Discrete and Text have")
+            actions = range(space.start, space.start + space.n)
+            names = names or map(str, actions)
+        self.actions = dict(zip(names, actions, strict=True))  # word -> action; empty: any text
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
@@ -1358,25 +1362,26 @@ class TextEnv:
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
-        """The action that is named last counts. Text without an action uses a turn; its reward is -1.
+        """Take the action that the text names last. Text without one costs a turn and a point.
 
-        This -1 does not affect success. An episode is a success if the environment says so in
+        This point does not affect success. An episode is a success if the environment says so in
         info["success"], or else if it ended and the environment's rewards reach --success-reward.
         """
         action = text
         if self.actions:
             found = []
-            for number, name in enumerate(self.actions):
+            for name in self.actions:
                 pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
                 for match in re.finditer(pattern, text, re.IGNORECASE):
-                    found.append((match.end(), len(name), number))
+                    found.append((match.end(), len(name), name))
             if not found:
                 return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
-            _, _, number = max(found)  # of two names that end at one place, the longer one
-            action = (self.numbers or self.actions)[number]
+            _, _, name = max(found)  # of two names that end at one place, the longer one
+            action = self.actions[name]
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.earned += float(reward)
-        success = info.get("success", terminated and self.earned >= self.success_reward)
+        has_earned = self.earned > self.success_reward - 1e-6  # sums of floats are not exact
+        success = info.get("success", terminated and has_earned)
         info = info | dict(success=bool(success))  # it may be a NumPy value, which JSON refuses
         return str(observation), float(reward), bool(terminated), bool(truncated), info
 
@@ -1385,59 +1390,61 @@ class TextEnv:
 WORD = r"\d|[^\W\d]+|[^\w\s]"  # one token: a digit, a word, or a mark
 
 
-def practice_game(env: TextEnv, task: int, rng, args):
-    """A teacher that mostly follows advice, else acts at random.  -> question, advice, turns"""
+def practice_game(env: TextEnv, task: int, rng, args) -> Trajectory:
+    """A teacher plays. It mostly follows its advice; without advice it acts at random."""
     question, info = env.reset(task)
-    words = env.actions or re.findall(WORD, question) or ["ok"]
+    t = Trajectory(task, question=question)
+    words = list(env.actions) or re.findall(WORD, question) or ["ok"]
     plan = list(info.get("solution") or rng.choices(words, k=args.max_turns))
-    advice = ""
     if rng.random() < 0.6:
-        advice = f"{info['topic']} : " + " ".join(plan)
-    turns = []
+        t.advice = f"{info['topic']} : " + " ".join(plan)
     for _ in range(args.max_turns):
         action = rng.choice(words)
-        if advice and plan and rng.random() < 0.8:
+        if t.advice and plan and rng.random() < 0.8:
             action = plan[0]
         if plan and action == plan[0]:
             plan.pop(0)
         observation, _, terminated, truncated, _ = env.step(action)
-        turns.append((action, observation))
+        t.turns.append(dict(action=action, observation=observation))
         if terminated or truncated:
             break
-    return question, advice, turns
+    return t
 
 
 def vocabulary(env: TextEnv, tasks, held_out, records: list[dict], args) -> list[str]:
-    """Words of the tiny model: actions, notes, questions, and what games with random actions say."""
+    """Words of the tiny model: those of actions, questions, notes, and some random games."""
     texts = [*env.actions, args.experience_template, "not an action : 0 1 2 3 4 5 6 7 8 9"]
     texts += [record["text"] for record in records]
     texts += [env.reset(task)[0] for task in held_out]
     for task in tasks:
-        question, advice, turns = practice_game(env, task, random.Random(task), args)
-        texts += [question, advice, *sum(turns, ())]
+        t = practice_game(env, task, random.Random(task), args)
+        texts += [t.question, t.advice]
+        for turn in t.turns:
+            texts += turn.values()
     return sorted({word for text in texts for word in re.findall(WORD, text)})
 
 
-def practise(policy, env: TextEnv, dialogue, args):
+def practise(player: Player):
     """Supervised steps on games with random rules: how to play and to follow advice."""
-    print(f"warm start: {args.warm_start_steps} supervised steps on random rules", flush=True)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, fused=True)
+    args = player.args
+    dialogue = player.dialogue
+    print(f"warm start: {WARM_START_STEPS} supervised steps on random rules", flush=True)
+    optimizer = torch.optim.AdamW(player.policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
-    for _ in range(args.warm_start_steps):
+    for _ in range(WARM_START_STEPS):
         games = []
         for task in rng.choices(range(PRACTICE, 2 * PRACTICE), k=64):
-            question, advice, turns = practice_game(env, task, rng, args)
-            prompt = inject_experience(question, advice, args.experience_template)
-            t = Trajectory(task, advised_ids=dialogue.prompt(prompt))
-            for action, observation in turns:
-                ids = dialogue.encode(action) + [min(dialogue.eos_ids)]
+            t = practice_game(player.envs[0], task, rng, args)
+            prompt = inject_experience(t.question, t.advice, args.experience_template)
+            t.advised_ids = dialogue.prompt(prompt)
+            for turn in t.turns:
+                ids = dialogue.encode(turn["action"]) + [min(dialogue.eos_ids)]
                 ids = ids[: args.max_turn_tokens]
                 t.steps.append(("assistant", ids))
-                t.steps.append(("env", dialogue.reply(observation, ids)))
-                t.sampler_logprobs += [0.0] * len(ids)
+                t.steps.append(("env", dialogue.reply(turn["observation"], ids)))
             games.append(t)
-        batch = samples_to_dataproto(games, policy.eos_ids.device)
-        logprobs, _ = logprobs_and_entropy(policy, batch)
+        batch = samples_to_dataproto(games, player.policy.eos_ids.device)
+        logprobs, _ = logprobs_and_entropy(player.policy, batch)
         (-masked_mean(logprobs, batch["response_mask"])).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -1462,7 +1469,7 @@ class Dialogue:
         self.chat_template = args.chat_template
         self.system_prompt = args.system_prompt
         self.eos_ids = set(eos_ids.tolist())
-        self.encode = functools.cache(self.encode)  # texts repeat
+        self.encode = functools.lru_cache(100_000)(self.encode)  # texts repeat
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
@@ -1485,15 +1492,21 @@ class Dialogue:
         return self.encode(text, add_special_tokens=True)
 
     def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
-        """What follows a turn: EOS if it was not sampled, the observation, the next turn's start."""
+        """What follows a turn: a line break and the observation, or what the chat template says.
+
+        The template's text starts with the end of the turn, which the policy may have sampled.
+        """
         text = f"\n{observation}"
-        if self.chat_template:  # what the template puts after an answer
-            answer = "@@" * (1 + len(self.system_prompt))  # too long to be in the system prompt
+        if self.chat_template:
+            # Render a dialogue and take what follows its answer. The answer is longer than the
+            # system prompt, so it cannot be found there.
+            answer = "@@" * (1 + len(self.system_prompt))
             dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
             _, _, text = self.render(dialogue).partition(answer)
         ids = self.encode(text)
-        has_two_ends = turn_ids[-1] in self.eos_ids and ids and ids[0] in self.eos_ids
-        return ids[1:] if has_two_ends else ids
+        if ids and ids[0] in self.eos_ids and turn_ids[-1] in self.eos_ids:
+            return ids[1:]  # the end was sampled
+        return ids
 
     def read(self, ids: list[int]) -> str:
         text_ids = [token for token in ids if token not in self.eos_ids]
@@ -1513,8 +1526,9 @@ def make_word_tokenizer(words: list[str]):
     """One token per word."""
     special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     ids = {token: i for i, token in enumerate([*special.values(), *words])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
+    pattern = tokenizers.Regex(WORD)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "removed", invert=True)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -1553,11 +1567,77 @@ def transformer_layers(model):
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
+def use_bf16(policy):
+    """Matrix products in bfloat16, except in the LM head: rounded logits are wrong log-probs."""
+    device_type = policy.eos_ids.device.type
+    policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
+    head = policy.lm.get_output_embeddings()
+    head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+    head.forward = torch.autocast(device_type, enabled=False)(head.forward)
+
+
+def add_adapters(policy, args):
+    """LoRA (arXiv:2106.09685): beside each linear layer W of the frozen model train B A, of low rank.
+
+    The LM head is frozen, too.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    lm = policy.lm
+    if args.weights_dtype == "bfloat16":
+        for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
+            parameter.data = parameter.data.bfloat16()
+        # a float32 copy, because the LM head may share its weights with the embedding
+        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+    config = LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
+    )
+    policy.lm = get_peft_model(lm, config)  # adapters are float32; B is 0 at first
+    policy.eval()
+
+
+def trained_weights(policy) -> dict:
+    """The state of the policy without the weights that LoRA freezes."""
+    state = {}
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if not is_frozen:
+            state[name] = tensor.detach()
+    return state
+
+
+def merge_adapters(lm):
+    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    lm = lm.get_base_model()
+    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
+    for name, module in lm.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            weight = f"{name}.base_layer.weight"
+            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
+    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
+    with torch.device("meta"):  # only the structure
+        merged = type(lm)(lm.config)
+    merged.generation_config = lm.generation_config
+    return merged, state
+
+
 # --- run folder ---
 def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
+    """The first episodes without advice, then the first ones with advice."""
     without_advice = [t for t in trajectories if not t.advice]
     with_advice = [t for t in trajectories if t.advice]
     return without_advice[:count] + with_advice[:count]
+
+
+def print_status(progress, iteration: int, metrics: dict):
+    """Success of the new episodes, beside the bar or as a line. Warn if nobody found advice."""
+    status = f"success {metrics['charts/success_rate']:.2f}"
+    progress.set_postfix_str(status, refresh=False)
+    progress.update()
+    if progress.disable:  # the output is not a terminal: print lines instead of a bar
+        print(f"[{iteration}/{progress.total}] {status}", flush=True)
+    if metrics.get("exp/retrieval_empty_frac") == 1 and iteration in (1, progress.total):
+        print(f"warning: {metrics['exp/pool_size']} notes, and no advice for any guided episode")
 
 
 def print_episodes(trajectories: list[Trajectory]):
@@ -1567,8 +1647,8 @@ def print_episodes(trajectories: list[Trajectory]):
 
 
 PANELS = {  # of curves.png: label of the y-axis, metrics
-    "success without advice (share)": ["success/unguided", "eval/success_unguided"],
-    "success with advice (share)": ["success/guided", "eval/success_guided"],
+    "held-out success (share)": ["eval/success_unguided", "eval/success_guided"],
+    "training success (share)": ["success/unguided", "success/guided"],
     "entropy (nats per token)": ["losses/entropy"],
 }
 
@@ -1630,11 +1710,9 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        logged = set().union(*self.rows)
-        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
-        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(panels))
-        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+        figure = Figure(figsize=(4 * len(PANELS), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for axis, (ylabel, names) in zip(axes, PANELS.items(), strict=True):
             axis.set(xlabel="episodes played", ylabel=ylabel)
             for color, name in zip(("C0", "C1"), names, strict=False):
                 rows = [row for row in self.rows if row.get(name) is not None]
@@ -1658,15 +1736,95 @@ class Run:
 
 
 # --- command line ---
+POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
+    group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
+    num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
+
+
+def as_typed(args, name: str) -> str:
+    """An option as it is typed."""
+    return f"--{name.replace('_', '-')} {getattr(args, name)}"
+
+
+def check_method(args):
+    """Raise ValueError if an option contradicts --method. sft accepts all of them."""
+    fixed = ["train_sample_expmode"]
+    if args.method in ("baseline", "ec", "ei"):
+        fixed.append("train_sample_keepratio")
+    plays_with_advice = args.train_rollout_expmode != "woexp"
+    if plays_with_advice == (args.method == "baseline"):
+        fixed.append("train_rollout_expmode")
+    for name in fixed:
+        if getattr(args, name) != METHODS[args.method][name] and args.method != "sft":
+            raise ValueError(f"--method {args.method} contradicts {as_typed(args, name)}")
+
+
+def check_options(args):
+    """Raise ValueError if the options make no sense. tyro shows the sentence."""
+    for name in POSITIVE:
+        if not getattr(args, name) > 0:
+            raise ValueError(f"{as_typed(args, name)}: must be positive")
+    for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{as_typed(args, name)}: must be from 0 to 1")
+    check_method(args)
+    if args.experience_pool and not args.uses_pool:
+        raise ValueError("no episode gets advice, so nothing reads --experience-pool")
+    if not args.enable and args.imitate_iterations:
+        raise ValueError("--no-enable contradicts --imitate-iterations, which plays with advice")
+    imitates = args.method == "sft" or args.imitate_iterations > 0
+    if imitates and args.use_experience_replay:
+        raise ValueError("imitation cannot be combined with --use-experience-replay")
+    if args.retire_solved and not args.use_experience_replay:
+        raise ValueError("--retire-solved needs --use-experience-replay")
+    if args.group_size == 1 and args.method != "sft":
+        raise ValueError("--group-size 1: must be at least 2, a reward is compared with others")
+    if args.experience_template.count("{}") != 1:
+        raise ValueError("--experience-template needs exactly one {}")
+    for name in ("env", "summarizer", "retriever"):
+        path, suffix, _ = (getattr(args, name) or "").partition(".py:")
+        if suffix and not Path(path + ".py").is_file():
+            raise ValueError(f"{as_typed(args, name)}: there is no file {path}.py")
+    if args.experience_pool and not Path(args.experience_pool).is_file():
+        raise ValueError(f"{as_typed(args, 'experience_pool')}: there is no such file")
+    if args.num_tasks > args.num_train_tasks:
+        raise ValueError("--num-train-tasks must be at least --num-tasks")
+    if args.system_prompt and not args.chat_template:
+        raise ValueError("--system-prompt needs --chat-template")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+    if args.batch_size % args.num_minibatches:
+        raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
+    if args.resume and not args.run_dir:
+        raise ValueError("--resume needs --run-dir")
+    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    num_micro_batches = args.num_minibatches * args.gradient_accumulation_steps
+    if args.batch_size < num_micro_batches * num_ranks:
+        raise ValueError("a micro-batch of a rank is empty: lower --gradient-accumulation-steps")
+    if args.fsdp and num_ranks == 1:
+        raise ValueError("--fsdp needs torchrun with two processes or more")
+    if args.lora_rank < 0:
+        raise ValueError("--lora-rank must not be negative")
+    if args.lora_rank and not importlib.util.find_spec("peft"):
+        raise ValueError("--lora-rank needs peft: pip install peft")
+    if args.lora_rank and args.fsdp:
+        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
+    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
+        raise ValueError(
+            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that "
+            "are trained would be rounded away"
+        )
+
+
 @dataclass
 class ResumeArgs:
     run_dir: str | None = None
     resume: bool = False
 
 
-FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns model_name chat_template system_prompt
-    warm_start_steps num_tasks group_size experience_template experience_pool
-    init_exp_before_training""".split()
+FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens model_name
+    chat_template system_prompt lora_rank weights_dtype num_tasks group_size method enable
+    experience_template experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 
 def is_resumable(args) -> bool:
@@ -1700,14 +1858,16 @@ def parse_args() -> Args:
 
 
 # --- checkpoints ---
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # sharded or not: one format
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
     if rank() == 0:
+        # With LoRA the frozen weights are those of the model that the run starts from.
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
@@ -1754,8 +1914,11 @@ def save_model(policy, tokenizer, folder: Path):
     """An ordinary Hugging Face folder."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
+        lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        policy.lm.save_pretrained(folder, state_dict=lm_state)
+        if hasattr(lm, "peft_config"):  # v1: lora
+            lm, lm_state = merge_adapters(lm)
+        lm.save_pretrained(folder, state_dict=lm_state)
         tokenizer.save_pretrained(folder)
 
 
@@ -1826,6 +1989,13 @@ def shard(policy, device):
         if isinstance(module, FSDPModule):  # sum gradients over ranks: FSDP's default is the mean
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def gather_weights(policy):
+    """FSDP2: every rank takes part, also one that has no episode to play and no forward pass."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 def sum_gradients(policy):

@@ -36,7 +36,7 @@ def install(het, coefficient: float = 1.0):
         device = batch["ids"].device
         view = samples_to_dataproto(told, device)
         teacher_logprobs, _ = het.compute_log_prob(state["teacher"], view, args)
-        gap = (teacher_logprobs - batch["logprobs"]) * torch.tensor(taught).to(device)
+        gap = (teacher_logprobs - batch["old_logprobs"]) * torch.tensor(taught).to(device)
         batch["advantages"] = batch["advantages"] + coefficient * gap
         return grpo_update(policy, optimizer, batch, args)
 

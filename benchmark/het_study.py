@@ -167,14 +167,15 @@ def run(job):
 
         return wrapped
 
-    def practise(policy, env, dialogue, args):
-        names = "seed env max_turns warm_start_steps".split()
+    def practise(player):
+        policy, args = player.policy, player.args
+        names = "seed env max_turns".split()
         key = hashlib.sha1(
             json.dumps([str(getattr(args, name)) for name in names]).encode()
         ).hexdigest()[:12]
         path = Path(tempfile.gettempdir()) / f"het_warm_{key}.pt"
         if not path.exists():
-            real(policy, env, dialogue, args)
+            real(player)
             torch.save(policy.state_dict(), path)
         policy.load_state_dict(torch.load(path, weights_only=True))
 
@@ -316,48 +317,40 @@ def early(curves, bar=0.9):
 
 
 def plot(curves, path):
-    """Unguided success against rollouts and against CPU seconds, a row per game, arms named at their ends."""
-    import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Success without advice against episodes: median thick, every seed thin, names at the ends."""
     from matplotlib.figure import Figure
 
-    curves = {k: x for k, x in curves.items() if k[3] in seeds_of(k[0]) and k[1] in MAIN[k[0]]}
-    games = [game for game in REPORTED if any(key[0] == game for key in curves)]
-    figure = Figure(figsize=(11, 3.8 * len(games)), layout="constrained")
-    places = [(game, column) for game in games for column in ("global_step", "cpu_seconds")]
-    for i, (game, column) in enumerate(places, 1):
-        axis = figure.add_subplot(len(games), 2, i)
-        ends = []
-        for arm in MAIN[game]:
-            color = {"sft, no advice": "C4", "sft, no advice, newest": "C6"}.get(
-                arm, f"C{list(ARMS).index(arm)}"
-            )
-            setting = chosen(game, arm)
-            mine = [x for key, x in curves.items() if key[:3] == (game, arm, setting)]
-            if mine:
-                x, y = (
-                    np.mean([[float(row[c]) for row in curve] for curve in mine], 0)
-                    for c in (column, "unguided")
-                )
-                axis.plot(x, y, ".-", color=color)
-                name = arm if len(mine) >= len(SEEDS) else f"{arm} ({len(mine)} seeds)"
-                ends.append([y[-1], x[-1], name, color])
-        ends.sort(reverse=True)
-        for before, after in zip(ends, ends[1:], strict=False):  # names must not cover each other
-            after[0] = min(after[0], before[0] - 0.055)
-        for y, x, arm, color in ends:
-            place = dict(xytext=(4, 0), textcoords="offset points", annotation_clip=False)
-            axis.annotate(arm, (x, y), color=color, va="center", fontsize=8, **place)
-        what = (
-            "rollouts"
-            if column == "global_step"
-            else "CPU seconds (without warm start and evaluation)"
-        )
-        axis.set(xlabel=what, ylabel="success without advice, held-out rooms", title=REPORTED[game])
-        axis.set_xlim(0, axis.get_xlim()[1] * 1.4)
-        axis.set_ylim(-0.04, 1.14)
-        axis.grid(alpha=0.3)
-    FigureCanvasAgg(figure).print_png(path)
+    figure = Figure(figsize=(7, 4.2), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    shown = {
+        "sft": ("imitation", "tab:orange", 0.07),
+        "HET": ("HET", "tab:green", 0.0),
+        "baseline": ("GRPO", "tab:blue", 0.0),
+    }
+    for arm, (name, color, shift) in shown.items():
+        setting = chosen("lock", arm)
+        seeds = [x for key, x in sorted(curves.items()) if key[:3] == ("lock", arm, setting)]
+        steps = [int(row["global_step"]) for row in seeds[0]]
+        heights = [[float(row["unguided"]) for row in curve] for curve in seeds]
+        for values in heights:
+            axis.plot(steps, values, color=color, linewidth=0.9, alpha=0.4)
+        medians = [statistics.median(values) for values in zip(*heights, strict=True)]
+        axis.plot(steps, medians, ".-", color=color, linewidth=3.5, markersize=11)
+        place = (steps[-1] + 250, medians[-1] + shift)
+        axis.annotate(name, place, color=color, va="center", fontsize=15, fontweight="bold")
+    axis.set_title(
+        "HET opens locks that GRPO leaves shut;\nimitation is the fastest", fontsize=16, loc="left"
+    )
+    axis.set_xlabel("episodes played (thick: median of 5 seeds, thin: each seed)", fontsize=12)
+    axis.set_ylabel("success without advice", fontsize=13)
+    axis.set_xlim(0, 13_200)
+    axis.set_ylim(0, 1.12)
+    axis.set_xticks([0, 2500, 5000, 7500, 10_000], ["0", "2,500", "5,000", "7,500", "10,000"])
+    axis.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
+    axis.tick_params(labelsize=12)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
     python benchmark/real_agent.py FOLDER       # what real_agent.csv lacks; SmolLM2-135M-Instruct: 30 CPU minutes
     python benchmark/real_agent.py --tables     # the tables of docs/het_grpo.md, from the CSV
 
-The game is doors.py, without a chat template: six doors, two keys each, and a pool with a past game of every door.
-HET and sft play half of their training games with it, sd asks it about failures, the baseline sees it in validation
-only. Equal rollouts and one learning rate for every arm; no arm was tuned.
+The game is doors.py, without a chat template: six doors, two keys each. Equal rollouts and one learning rate for
+every arm; no arm was tuned. There are two parts:
+  given   a pool with a past game of every door. HET and sft play half of their training games with it, sd asks it
+          about failures, the baseline sees it in validation only.
+  own     no pool is given. After a first round of 72 games and after every iteration the policy itself writes notes
+          about successes (doors.py:retell). The baseline has none.
 """
 
 import argparse
@@ -19,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 import doors
+import torch
 
 HERE = Path(__file__).resolve().parent
 PATH = HERE / "real_agent.csv"
@@ -31,6 +35,8 @@ COLUMNS = [
     "guided",
     "sampled",
     "cpu_seconds",
+    "notes",
+    "right_notes",
 ]
 FLAGS = "--num-train-tasks 120 --updated-freq 0 --max-turns 2 --max-turn-tokens 1 --temperature 0.7 --num-tasks 4"
 FLAGS += " --group-size 6 --update-epochs 1 --eval-size 48 --eval-every 3 --save-every 1000 --num-iterations 6"
@@ -41,17 +47,20 @@ ARMS = {
     "sft": "--method sft",
     "sd": None,  # measured with distill.py; not run here
 }
+SHORT = " --num-iterations 2 --group-size 4 --eval-every 2 --eval-size 24"
+NOTES = SHORT + " --updated-freq 1 --init-exp-before-training 18"
+OWN = {
+    "no notes": "--method baseline" + SHORT,
+    "notes of the policy": f"--method het --summarizer {HERE}/doors.py:retell" + NOTES,
+}
 RATE, SEEDS = "3e-5", (1, 2, 3)
 
 
 def run(model, arm, seed):
     """One run of het_grpo.py -> rows for the CSV, one per evaluation"""
     with tempfile.TemporaryDirectory() as folder:
-        pool = [
-            json.dumps(dict(topic=name, text=doors.played(name))) + "\n" for name in doors.PAIRS
-        ]
-        (Path(folder) / "pool.jsonl").write_text("".join(pool))
-        command = [sys.executable, HERE.parent / "het_grpo.py", *FLAGS.split(), *ARMS[arm].split()]
+        flags = (ARMS | OWN)[arm].split()
+        command = [sys.executable, HERE.parent / "het_grpo.py", *FLAGS.split(), *flags]
         command += [
             "--model-name",
             model,
@@ -60,28 +69,31 @@ def run(model, arm, seed):
             "--experience-template",
             "{}\n\n",
         ]
-        command += [
-            "--experience-pool",
-            f"{folder}/pool.jsonl",
-            "--learning-rate",
-            RATE,
-            "--seed",
-            seed,
-        ]
+        if arm in ARMS:
+            lines = [json.dumps(dict(topic=x, text=doors.played(x))) + "\n" for x in doors.PAIRS]
+            (Path(folder) / "pool.jsonl").write_text("".join(lines))
+            command += ["--experience-pool", f"{folder}/pool.jsonl"]
+        command += ["--learning-rate", RATE, "--seed", seed]
         command += ["--device", "cpu", "--run-dir", f"{folder}/run"]
         before = os.times()
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
         after = os.times()
         rows = [json.loads(line) for line in open(f"{folder}/run/metrics.jsonl")]
+        checkpoint = torch.load(f"{folder}/run/checkpoint.pt", weights_only=True)
+        notes = checkpoint["state"]["pool"]["records"]
+    num_right = sum(note["text"] == doors.played(note["topic"]) for note in notes)
     seconds = sum(after[2:4]) - sum(before[2:4])  # of the child: user and system
     found, sampled = [], []
     for row in rows:
         sampled += [row["success/unguided"]] if "success/unguided" in row else []
         if "eval/success_unguided" in row:
-            scores = [round(row[f"eval/success_{kind}"], 4) for kind in ("unguided", "guided")]
+            names = ("eval/success_unguided", "eval/success_guided")
+            scores = [round(row[name], 4) if name in row else "" for name in names]
             scores.append(round(statistics.mean(sampled), 4) if sampled else "")
-            found.append([arm, RATE, seed, row["global_step"], *scores, round(seconds)])
+            found.append([arm, RATE, seed, row["global_step"], *scores, round(seconds), "", ""])
             sampled = []
+    if arm in OWN:
+        found[-1][-2:] = len(notes), num_right
     return found
 
 
@@ -93,19 +105,20 @@ def read():
     return found
 
 
-def table(done):
+def table(done, arms):
     """Markdown: greedy success on held-out tasks at the start and at the end, without and with advice"""
     kinds = " | ".join(
         f"{kind} advice: start | end, by seed | mean" for kind in ("without", "with")
     )
     lines = [f"| | {kinds} | rollouts | CPU s |", "|---" * 9 + "|"]
-    for arm in ARMS:
+    for arm in arms:
         runs = [rows for (name, _), rows in sorted(done.items()) if name == arm]
         cells = []
         for kind in ("unguided", "guided") if runs else ():
-            ends = [float(rows[-1][kind]) for rows in runs]
-            cells += [f"{float(runs[0][0][kind]):.2f}", " ".join(f"{x:.2f}" for x in ends)]
-            cells += [f"**{statistics.mean(ends):.2f}**"]
+            starts = sorted({f"{float(rows[0][kind]):.2f}" for rows in runs if rows[0][kind]})
+            ends = [float(rows[-1][kind]) for rows in runs if rows[-1][kind]]
+            cells += [" ".join(starts) or "–", " ".join(f"{x:.2f}" for x in ends) or "–"]
+            cells += [f"**{statistics.mean(ends):.2f}**" if ends else "–"]
         for name in ("rollouts", "cpu_seconds") if runs else ():
             cells.append(f"{statistics.mean(float(rows[-1][name]) for rows in runs):.0f}")
         lines += [f"| {arm} | " + " | ".join(cells) + " |"] if runs else []
@@ -122,11 +135,14 @@ if __name__ == "__main__":
     if not (options.model or options.tables):
         parser.error("which model?")
     for job in (
-        [] if options.tables else [(arm, seed) for seed in SEEDS for arm in ARMS if ARMS[arm]]
+        []
+        if options.tables
+        else [(arm, seed) for seed in SEEDS for arm in ARMS | OWN if (ARMS | OWN)[arm]]
     ):  # a seed of all, then the next
         if job not in read():
             rows, new = run(options.model, *job), not PATH.exists()
             with open(PATH, "a", newline="") as file:
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS] * new + rows)
             print(*rows[-1], flush=True)
-    print(f"\n{table(read())}")
+    for arms in (ARMS, OWN):
+        print(f"\n{table(read(), arms)}")

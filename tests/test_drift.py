@@ -32,6 +32,8 @@ OWN_TEXT = {
     "write_video": {"wsrl_warmup": "no human beside the policy"},
     "save_run": {"wsrl_warmup": "other buffers"},
     "load_run": {"wsrl_warmup": "other buffers"},
+    "use_bf16": {"het_grpo": "no value head"},
+    "add_adapters": {"het_grpo": "no value head"},
     "save_checkpoint": {"het_grpo": "no KL coefficient"},
     "load_checkpoint": {"het_grpo": "no KL coefficient, episodes.jsonl"},
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},

@@ -278,7 +278,7 @@ def test_tasks_come_by_bucket_within_the_bounds():
     expected = [0, 1 / 7, 1 / 21, 1 / 21, 1 / 7, 0]
     assert shares == pytest.approx(expected, abs=0.03), "a bucket, then a task"
     assert len(set(manager.sample_tasks_from_replaypool(99, rng()))) == 9, "each once"
-    manager.difficulty = {4: 0}  # failed today, solved before: the groups that replay is for
+    manager.num_successes = {4: 0}  # failed today, solved before: the groups that replay is for
     assert manager.sample_tasks_from_replaypool(1, rng()) == [4]
 
 
@@ -342,9 +342,8 @@ def test_retired_tasks_do_not_bring_others_twice_into_a_pass():
 # --- options ---
 def resolved(**options):
     args = het.Args(**options)
-    names = ("val_rollout_expmode", "train_rollout_expmode", "train_sample_expmode")
-    modes = [args.setting(name) for name in names]
-    return (*modes, args.rollout_expratio, args.setting("train_sample_keepratio"))
+    modes = (args.val_rollout_expmode, args.train_rollout_expmode, args.train_sample_expmode)
+    return (*modes, args.rollout_expratio, args.train_sample_keepratio)
 
 
 def test_presets():
@@ -362,27 +361,17 @@ def test_presets():
     )
     assert not het.Args(method="baseline").uses_pool
     assert het.Args(method="baseline", imitate_iterations=3).uses_pool
-    args = het.Args()
-    assert replace(args) == args == het.Args(**asdict(args)), "a fork may copy its options"
-
-
-def test_imitation_comes_first_and_then_the_method():
-    args = het.Args(method="baseline", imitate_iterations=2)
-    phases = [het.options_of_phase(args, iteration) for iteration in (1, 2, 3)]
-    assert [(p.method, p.setting("train_rollout_expmode")) for p in phases] == [
-        ("sft", "mixed"),
-        ("sft", "mixed"),
-        ("baseline", "woexp"),
-    ]
-    given = het.Args(imitate_iterations=2, train_sample_keepratio=0.2)
-    assert het.options_of_phase(given, 1).setting("train_sample_keepratio") == 0.2
+    for args in (het.Args(), het.Args(enable=False), het.Args(method="ec")):
+        assert replace(args) == args == het.Args(**asdict(args)), "a fork may copy its options"
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(train_sample_expmode="keep"), "method is het, .* --train-sample-expmode keep"),
-        (dict(group_size=1), "2 is the least --group-size"),
+        (dict(train_sample_expmode="keep"), "method het contradicts --train-sample-expmode keep"),
+        (dict(train_rollout_expmode="woexp"), "method het contradicts --train-rollout-expmode"),
+        (dict(method="ei", enable=False), "--no-enable contradicts --method ei"),
+        (dict(group_size=1), "--group-size 1: must be at least 2"),
         (dict(retire_solved=True), "needs --use-experience-replay"),
         (
             dict(

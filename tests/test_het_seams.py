@@ -12,7 +12,7 @@ from test_het_train import chat_model  # noqa: F401
 
 import het_grpo as het
 
-SMALL = dict(warm_start_steps=20, num_tasks=4, group_size=4, num_iterations=2, device="cpu")
+SMALL = dict(num_tasks=4, group_size=4, num_iterations=2, device="cpu")
 SMALL |= dict(max_turns=2, max_turn_tokens=2, num_train_tasks=12, eval_size=6)
 SMALL |= dict(init_exp_before_training=8)
 
@@ -28,6 +28,7 @@ def page(tmp_path, monkeypatch):
     for name, block in re.findall(r"Save this as `(\w+\.\w+)`:\n\n```\w+\n(.*?)```", text, re.S):
         (tmp_path / name).write_text(block, encoding="utf-8")
     monkeypatch.setattr(het.Run, "finish", lambda *args: None)
+    monkeypatch.setattr(het, "WARM_START_STEPS", 20)
     return tmp_path
 
 
@@ -137,7 +138,8 @@ def test_the_policy_is_asked_what_it_has_learned(page, chat_model, monkeypatch):
 def saved_pool(page):
     import torch
 
-    return torch.load(page / "run" / "checkpoint.pt", weights_only=True)["state"]["pool"]
+    checkpoint = torch.load(page / "run" / "checkpoint.pt", weights_only=True)
+    return checkpoint["state"]["pool"]["records"]
 
 
 def test_the_system_prompt_stands_before_the_question(chat_model):  # noqa: F811

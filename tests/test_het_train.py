@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from unittest import mock
 
 import gymnasium as gym
 import numpy as np
@@ -29,7 +30,6 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 import het_grpo as het
 
 TINY = dict(
-    warm_start_steps=2,
     num_tasks=4,
     group_size=4,
     num_iterations=3,
@@ -39,6 +39,12 @@ TINY = dict(
 TINY |= dict(update_epochs=1, eval_every=2, eval_size=6, updated_freq=0)
 TINY |= dict(env='lock{"num_families": 3}', num_train_tasks=12, init_exp_before_training=8)
 RECORDED = dict(use_experience_replay=True, replay_old_logp="recorded")
+
+
+@pytest.fixture(autouse=True)
+def short_practice():
+    with mock.patch.object(het, "WARM_START_STEPS", 2):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +212,7 @@ def test_stripped_samples(tmp_path, monkeypatch, advice, in_order):
     group, failures = het.group_advantages(data["rewards"], data["group_ids"]).tolist(), 0
     for i, t in enumerate(trajectories):
         trained = data["response_mask"][i].bool()
-        sampled = torch.tensor(t.sampler_logprobs)
+        sampled = data["sampler_logprobs"][i][trained]
         now = new_logprobs[i][trained].detach()
         expected = torch.full((len(sampled),), group[i])
         torch.testing.assert_close(logprobs[i][trained], now, atol=1e-5, rtol=0)
@@ -233,7 +239,7 @@ def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_ord
             and data["response_mask"].sum() == mb["response_mask"].sum()
         )
         mask = mb["response_mask"].bool()
-        assert loss.item() == pytest.approx(-mb["logprobs"][mask].mean().item(), abs=1e-5)
+        assert loss.item() == pytest.approx(-mb["old_logprobs"][mask].mean().item(), abs=1e-5)
         views |= {(bool(t.advice), t.keep) for t in trajectories}
     assert len(views) == 4, "guided and not, kept and stripped"
 
@@ -271,16 +277,15 @@ def test_the_entropy_bonus_is_part_of_the_loss(tmp_path, monkeypatch, in_order):
 def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
     losses = spy(monkeypatch, het, "grpo_loss")
-    monkeypatch.setattr(het, "DUAL_CLIP", 1.5)
-    options = RECORDED | dict(
-        num_minibatches=1, clip_high=0.01, off_cliprange_high=0.02, clip_low=0.01
-    )
+    for name, value in dict(DUAL_CLIP=1.5, CLIP_LOW=0.01, CLIP_HIGH=0.01).items():
+        monkeypatch.setattr(het, name, value)
+    options = RECORDED | dict(num_minibatches=1, off_cliprange_high=0.02)
     options |= dict(update_epochs=2, learning_rate=1e-2, num_iterations=5)
     run(tmp_path / "run", **advice, **options)
     kinds = torch.zeros(3)
     for (_, mb, *_), (loss, _, logratio) in losses:
         total, replayed = 0.0, mb["replay_mask"].bool()
-        assert torch.equal(mb["logprobs"][replayed], mb["recorded_old_log_probs"][replayed])
+        assert torch.equal(mb["old_logprobs"][replayed], mb["recorded_old_log_probs"][replayed])
         for place in mb["response_mask"].nonzero().tolist():
             w, a = logratio[*place].exp().item(), mb["advantages"][*place].item()
             kind = int(mb["exp_mask"][*place]) + int(mb["replay_mask"][*place])
@@ -582,7 +587,15 @@ def resume(monkeypatch, folder, *flags):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--max-turns 5", "--num-train-tasks 16", "--group-size 8", "--experience-pool x"]
+    "flags",
+    [
+        "--max-turns 5",
+        "--num-train-tasks 16",
+        "--group-size 8",
+        "--experience-pool x",
+        "--method sft",  # its recorded successes have no log-probs
+        "--use-experience-replay",
+    ],
 )
 def test_resume_refuses_what_the_run_was_built_on(flags, tmp_path, monkeypatch):
     (tmp_path / "x").write_text("")
@@ -592,30 +605,18 @@ def test_resume_refuses_what_the_run_was_built_on(flags, tmp_path, monkeypatch):
         resume(monkeypatch, tmp_path / "run", *flags.split())
 
 
-def test_replay_can_be_turned_off_on_resume(tmp_path, monkeypatch):
-    run(tmp_path / "run", num_iterations=4, use_experience_replay=True)
-    assert metrics_without_times(tmp_path / "run")[-1]["replay/experience_tasks"] > 0
-    played = spy(monkeypatch, het, "plan_episodes")
-    flags = ["--no-use-experience-replay", "--num-iterations", "6"]
-    resume(monkeypatch, tmp_path / "run", *flags)
-    assert [len(args[1]) for args, _ in played] == [0, 0]
-    assert [len(planned) for _, planned in played] == [16, 16]
-
-
-def test_resume_can_change_the_method(tmp_path, monkeypatch, capsys):
-    """args.json keeps what was given, so the options of the old method do not contradict the new one."""
-    run(tmp_path / "run")
-    saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
-    assert saved["method"] == "het" and saved["train_rollout_expmode"] is None
+def test_resume_takes_the_saved_options_and_what_is_typed(tmp_path, monkeypatch, capsys):
+    run(tmp_path / "run", train_sample_keepratio=0.25)
     planned = spy(monkeypatch, het, "plan_episodes")
     practised = spy(monkeypatch, het, "practise")
-    resume(monkeypatch, tmp_path / "run", "--method", "baseline", "--num-iterations", "4")
-    assert not any(t.guided for _, episodes in planned for t in episodes) and len(planned) == 1
+    resume(monkeypatch, tmp_path / "run", "--num-iterations", "4", "--rollout-expratio", "0.25")
+    assert [sum(t.guided for t in episodes) for _, episodes in planned] == [4]
+    assert [len({t.data_id for t in episodes if t.keep}) for _, episodes in planned] == [1]
     assert not practised, "the checkpoint has the weights"
     changed = [line for line in capsys.readouterr().out.splitlines() if "changed: " in line]
     assert changed == [
         "changed: --num-iterations 3 -> 4",
-        "changed: --method het -> baseline",
+        "changed: --rollout-expratio 0.5 -> 0.25",
     ]
 
 
@@ -656,6 +657,13 @@ def test_two_ranks_make_the_update_of_one(fsdp, tmp_path, advice):
         longer = options | dict(num_iterations=3, resume=True)
         assert two_ranks(lambda rank: run(tmp_path / "two", fsdp=True, **longer)) == [0, 0]
         assert len(metrics_without_times(tmp_path / "two")) == 4
+
+
+def test_a_rank_without_an_episode_does_not_stop_the_others(tmp_path):
+    """One held-out task and two ranks: the second plays nothing, but it has weights to send."""
+    options = dict(eval_size=1, num_iterations=1, init_exp_before_training=0, fsdp=True)
+    assert two_ranks(lambda rank: run(tmp_path / "two", **options)) == [0, 0]
+    assert len(metrics_without_times(tmp_path / "two")) == 2
 
 
 def test_one_rank_asks_the_summarizer_and_an_error_that_cannot_be_sent_is_counted(tmp_path):
@@ -699,7 +707,7 @@ def test_what_an_environment_hears_and_says(monkeypatch):
     cliff = het.TextEnv(
         het.Args(env="CliffWalking-v1")
     )  # of Gymnasium: actions are said as numbers
-    assert cliff.actions == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
+    assert list(cliff.actions) == ["0", "1", "2", "3"] and cliff.reset(5)[0] == "36"
     assert cliff.step("0")[:2] == ("24", -1.0) and cliff.step("what")[1] == -1, (
         "nonsense is no way out"
     )
@@ -728,7 +736,7 @@ def odd_env(monkeypatch, space):
 def test_actions_may_be_negative_numbers(monkeypatch):
     env = odd_env(monkeypatch, gym.spaces.Discrete(3, start=-1))
     env.reset(0)
-    assert env.actions == ["-1", "0", "1"]
+    assert env.actions == {"-1": -1, "0": 0, "1": 1}
     for text, action in (("-1", -1), ("I take -1.", -1), ("not -1 but 1", 1), ("0", 0)):
         env.step(text)
         assert env.env.heard == action, text
@@ -741,10 +749,21 @@ def test_what_an_environment_says_can_be_written_as_json(monkeypatch):
     assert json.loads(json.dumps(env.step("1"))) == ["", 0.0, True, False, {"success": True}]
 
 
-@pytest.mark.parametrize("space", [gym.spaces.MultiBinary(3), gym.spaces.Box(0, 1)])
-def test_actions_without_words_are_refused(space, monkeypatch):
-    with pytest.raises(SystemExit, match="have no words"):
-        odd_env(monkeypatch, space)
+def test_many_small_rewards_reach_the_bar(monkeypatch):
+    """Ten times 0.1 is 0.9999999999999999."""
+    monkeypatch.undo()
+    monkeypatch.setattr(het, "load_object", lambda place: lambda: Odd(None))
+    env = het.TextEnv(het.Args(env="some:Odd"))
+    env.reset(0)
+    ended = [False] * 9 + [True]
+    env.env.step = lambda action: ("", 0.1, ended.pop(0), False, {})
+    assert [env.step("go")[4]["success"] for _ in range(10)] == [False] * 9 + [True]
+
+
+def test_a_missing_class_is_named(tmp_path):
+    (tmp_path / "empty_game.py").write_text("")
+    with pytest.raises(SystemExit, match="there is no Game in"):
+        het.TextEnv(het.Args(env=f"{tmp_path}/empty_game.py:Game"))
 
 
 ENVIRONMENT = """
@@ -869,7 +888,8 @@ def test_chat_turns_are_those_of_the_template(chat_model, tmp_path, monkeypatch)
                     text(after).endswith(f"{end}\n{start}assistant\n")
                     and text(after).count(start) == 2
                 )
-        assert int(data["response_mask"][i].sum()) == len(t.sampler_logprobs)
+        num_sampled = sum(len(ids) for role, ids in t.steps if role == "assistant")
+        assert int(data["response_mask"][i].sum()) == num_sampled
     assert forced > 0
 
 
@@ -906,12 +926,12 @@ def test_a_row_does_not_depend_on_its_neighbours():
     policy, dialogue = het.Policy(lm, eos_ids, 1.0), het.Dialogue(tokenizer, args, eos_ids)
     pool = het.ExperiencePool(args)
     pool.add("amber", "amber : red", -1)
-    player = het.Player(policy, envs, pool, dialogue, args)
-    uniforms = torch.rand(6, 7, generator=torch.Generator().manual_seed(0))
+    player = het.Player(policy, dialogue, envs, pool, args)
+    uniforms = torch.rand(6, 1, 7, generator=torch.Generator().manual_seed(0))
 
     def play(rows):
-        games = [het.Trajectory(i, guided=True) for i in rows]
-        player.play_part(games, 1, uniforms[rows])
+        games = [het.Trajectory(i, data_id=i, guided=True) for i in rows]
+        player.play_part(games, 1, uniforms)
         return games
 
     together = play(list(range(6)))

@@ -6,7 +6,14 @@ Skipped where TRL is missing: pip install trl==1.16.0
 import pytest
 import torch
 from conftest import spy, weights
-from test_het_train import TINY, batches, easy_locks, gradients_of_steps, models_before_updates  # noqa: F401
+from test_het_train import (
+    TINY,
+    batches,
+    easy_locks,  # noqa: F401
+    gradients_of_steps,
+    models_before_updates,
+    short_practice,  # noqa: F401
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import het_grpo as het

@@ -176,7 +176,7 @@ BAD = {  # flags that make no sense, options that would be ignored among them; t
     "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --temperature 0
         --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard
         --method baseline --train-rollout-expmode all | --method ei --train-sample-keepratio 0.5
-        --method het --no-enable | --method baseline --experience-pool x | --method sft --use-experience-replay
+        --method ec --no-enable | --method baseline --experience-pool x | --method sft --use-experience-replay
         --num-train-tasks 7 | --chat-template | --fsdp | --env absent.py:Game | --summarizer absent.py:name
         --experience-pool absent.jsonl""",
     "sac_hybrid": """--lr 0 | --max-steps 0 | --tau 1.5 | --seed -1 | --gamma nan | --resume
