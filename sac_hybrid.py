@@ -927,13 +927,14 @@ def main(args: Args) -> dict[str, float]:
     if args.create_data or args.test:
         return create_data_or_test(args)
     torch.set_num_threads(args.num_threads)
+    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     signals = Signals()
     groups = join_ranks()
     if rank() > 0:
         serve(Robot(args), groups[rank()])
         return {}
     robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
-    agent = robots[0].make_agent(pick_device(args.device, built_in=args.env_id == BUILT_IN))
+    agent = robots[0].make_agent(device)
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
     demo_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)

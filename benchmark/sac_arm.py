@@ -102,6 +102,8 @@ def print_table():
     print("|---|---|---|---|---|")
     for arm in ARMS:
         found = [row for row in rows if row["arm"] == arm]
+        if not found:
+            continue
         means = {name: np.mean([float(row[name]) for row in found]) for name in FIELDS[2:6]}
         print(
             f"| {arm} | {means['late']:.1%} | {means['median_ms']:.0f} ms | {means['p95_ms']:.0f} ms"

@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from sac_hybrid import Args, Robot, main, play, write_demos
+from sac_hybrid import Args, Robot, main, write_demos
 
 gym.register_envs(gymnasium_robotics)
 DEMOS = 50
@@ -80,7 +80,7 @@ def make_demos(args: Args, path: Path):
     env = getattr(robot.env, "env", robot.env)
     episodes = []
     for number in range(DEMOS):
-        episodes.append(play(robot, lambda obs: expert(env), 50_000 + number))
+        episodes.append(robot.play(lambda obs: expert(env), 50_000 + number))
     write_demos(path, np.concatenate(episodes))
     num_successes = sum(records["success_rate"][-1] for records in episodes)
     print(f"scripted expert: {num_successes:.0f} of {DEMOS} episodes succeed", flush=True)

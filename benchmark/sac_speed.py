@@ -151,9 +151,7 @@ def sides(width):
 
         def run():
             for i in range(UPDATES):
-                batch = sac_hybrid.sample_batch(
-                    args, online_rb, demo_rb, robot.layout, agent.updates, "cpu"
-                )
+                batch = sac_hybrid.sample_batch(agent, online_rb, demo_rb)
                 agent.update(batch, train_actor=(i + 1) % cta_ratio == 0)
 
         return run
