@@ -960,7 +960,7 @@ def main(args: Args) -> dict[str, float]:
     is_stopped = False
     bar = tqdm(total=last_step, initial=progress.global_step, disable=None, file=sys.stdout)
 
-    # warm-up: updates on offline rows
+    # Offline: the warm-up updates the agent on offline rows.
     check_every = max(1, args.warmup_steps // 20)
     while not progress.is_online and not is_stopped:
         # 1 update
@@ -1019,7 +1019,7 @@ def main(args: Args) -> dict[str, float]:
     if progress.env_steps == 0 and last_env_step and args.capture_video and not is_stopped:
         write_video(run.dir / "policy_before.gif", agent, env)
 
-    # online: environment steps, and updates on rows of both buffers
+    # Online: the environment is stepped, and batches have rows of both buffers.
     total_steps = progress.warmup_updates + args.online_steps
     bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
     obs = None  # between two episodes
