@@ -21,7 +21,7 @@ SMALL |= dict(init_exp_before_training=8)
 def page(tmp_path, monkeypatch):
     """A folder with the files that the page tells its reader to save."""
     monkeypatch.setattr("sys.path", [*sys.path])
-    for name in ("house", "seams"):
+    for name in ("house", "seams", "services"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     het.load_module.cache_clear()
     text = (ROOT / "docs" / "het_grpo.md").read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def test_the_built_in_summarizer_of_the_page_is_that_of_the_script(page, monkeyp
 
 
 def test_another_model_writes_the_notes(page, server):
-    metrics = run(page, summarizer=f"{page}/seams.py:endpoint")
+    metrics = run(page, summarizer=f"{page}/services.py:endpoint")
     assert metrics["exp/failed_calls"] == 0
     assert advice_of(page) == {"", "\n".join(["look in the kitchen"])}
     path, body = server[0]
@@ -101,7 +101,7 @@ def test_another_model_writes_the_notes(page, server):
 
 def test_a_service_keeps_the_notes(page, server):
     functions = dict(summarizer="service_write", retriever="service_find")
-    metrics = run(page, **{name: f"{page}/seams.py:{x}" for name, x in functions.items()})
+    metrics = run(page, **{name: f"{page}/services.py:{x}" for name, x in functions.items()})
     assert metrics["exp/failed_calls"] == 0 and metrics["exp/pool_size"] == 0
     assert advice_of(page) == {"", "the neighbor knows"}
     written = [body for path, body in server if path == "/summary_task_memory"]
@@ -114,7 +114,7 @@ def test_a_service_keeps_the_notes(page, server):
 
 def test_without_a_server_the_run_goes_on_and_counts(page, monkeypatch, capsys):
     monkeypatch.setenv("LLM_URL", "http://127.0.0.1:9/none")
-    metrics = run(page, summarizer=f"{page}/seams.py:endpoint")
+    metrics = run(page, summarizer=f"{page}/services.py:endpoint")
     assert metrics["exp/failed_calls"] == 3 and metrics["exp/pool_size"] == 0
     assert capsys.readouterr().out.count("--summarizer returned") == 3
 
