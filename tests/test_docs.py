@@ -394,6 +394,8 @@ def test_tables_of_the_pages_are_what_the_benchmarks_print(tmp_path):
             results = re.sub(rf"\n## {title}\n.*?(?=\n## |\Z)", "", results, flags=re.S)
         for table in re.findall(r"(?:^\|.*\n)+", results, re.M):
             lines = table.splitlines()
+            if lines[0] == "| there | here |":  # names, no measurements
+                continue
             assert not set(lines) - printed, (page.name, lines[0])
             assert len(lines) <= 10 or "| setting |" in lines[0], (
                 f"{page.name}: more than eight rows, and no grid"
