@@ -619,6 +619,57 @@ class WarmupAgent(nn.Module):
         return agent
 
 
+# --- row weights ---
+def rate_episodes(args, episodes: dict[str, list]):
+    """Fill the columns of RATINGS where the data file has none."""
+    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
+    every_episode = sum(episodes.values(), [])
+    returns = [episode["rewards"].sum() for episode in every_episode]
+    return_range = (min(returns, default=0.0), max(returns, default=1.0))
+    max_length = max(map(len, every_episode), default=1)
+    for source, source_episodes in episodes.items():
+        for episode in source_episodes:
+            quality = compute_data_quality(episode, return_range, max_length)
+            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+            bonus = args.success_weight_bonus if success else 1.0
+            # warm-up: weights; a quality of 0.5 is neutral
+            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
+            fill_in(episode, "quality", quality)
+            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
+    threshold = 0.0
+    if every_episode:
+        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
+    for source, source_episodes in episodes.items():
+        for episode in source_episodes:
+            is_cloned = source == "demos"
+            if "demos" not in episodes:
+                is_cloned = episode["quality"] >= threshold
+            fill_in(episode, "is_cloned", is_cloned)
+
+
+def fill_in(episode, column, values):
+    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
+
+
+def hold_out(episodes, is_clone):  # warm-up: overfitting
+    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
+    -> training episodes, held-out episodes"""
+    training = []
+    heldout = []
+    num_candidates = 0
+    for episode in episodes:
+        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
+        num_candidates += is_candidate
+        if is_candidate and num_candidates % 10 == 0:
+            heldout.append(episode)
+        else:
+            training.append(episode)
+    if not heldout:
+        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
+    return training, heldout
+
+
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
     """A ring of rows. With alpha 0 the draws are uniform, else rows with a large TD error are
@@ -1441,56 +1492,6 @@ def load_offline_data(args, env):
     if args.early_stop_patience and args.warmup_steps and not args.learner:
         training, heldout = hold_out(training, args.offline_objective == "bc")
     return np.concatenate(training), np.concatenate(heldout), mean_returns
-
-
-def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
-    -> training episodes, held-out episodes"""
-    training = []
-    heldout = []
-    num_candidates = 0
-    for episode in episodes:
-        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
-        num_candidates += is_candidate
-        if is_candidate and num_candidates % 10 == 0:
-            heldout.append(episode)
-        else:
-            training.append(episode)
-    if not heldout:
-        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
-    return training, heldout
-
-
-def rate_episodes(args, episodes: dict[str, list]):
-    """Fill the columns of RATINGS where the data file has none."""
-    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
-    every_episode = sum(episodes.values(), [])
-    returns = [episode["rewards"].sum() for episode in every_episode]
-    return_range = (min(returns, default=0.0), max(returns, default=1.0))
-    max_length = max(map(len, every_episode), default=1)
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            quality = compute_data_quality(episode, return_range, max_length)
-            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-            bonus = args.success_weight_bonus if success else 1.0
-            # warm-up: weights; a quality of 0.5 is neutral
-            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
-            fill_in(episode, "quality", quality)
-            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
-    threshold = 0.0
-    if every_episode:
-        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            is_cloned = source == "demos"
-            if "demos" not in episodes:
-                is_cloned = episode["quality"] >= threshold
-            fill_in(episode, "is_cloned", is_cloned)
-
-
-def fill_in(episode, column, values):
-    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
 
 
 def write_transitions(path, rows, env):
