@@ -423,8 +423,12 @@ class WarmupAgent(nn.Module):
     obs, next_obs              (N,D)
     actions                    (N,C)  in [-1,1]
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
-    weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
+    critic_weights             (N,)   in the loss of the critics, with a mean of 1
+    actor_weights              (N,)   in the loss of the actor, with a mean of 1
     is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
+
+    `update` gets rewards and returns times reward_scale (sample_mixed). `judge` gets rows of a buffer
+    and scales the rewards itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -492,7 +496,7 @@ class WarmupAgent(nn.Module):
         q_values = self.critic(features, batch["actions"])  # (E,N)
         td_errors = q_values - q_target
         # warm-up: weights
-        critic_losses = {"critic_loss": (batch["weights"] * td_errors.square()).mean()}
+        critic_losses = {"critic_loss": (batch["critic_weights"] * td_errors.square()).mean()}
 
         if method in ("cql", "calql") and args.cql_alpha:  # warm-up: conservative
             gap = self.conservative_term(batch, features, next_features, q_values, method)
@@ -805,17 +809,17 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
     # warm-up: weights; importance corrects the loss of the critics only
-    critic_weights = importance / importance.max()  # as in PER; the mean becomes 1 below
+    critic_weights = importance
+    actor_weights = np.ones(len(rows))
     if args.weighted_loss != "none":
-        critic_weights = critic_weights * rows["weights"]
-    actor_weights = np.ones(len(rows), np.float32)
+        critic_weights = importance * rows["weights"]
     if args.weighted_loss == "both":
-        actor_weights = normalize_weights(rows["weights"])
-    rows["rewards"] *= args.reward_scale
+        actor_weights = rows["weights"]
+    rows["rewards"] *= args.reward_scale  # `rows` is a copy; the buffers keep the unscaled rewards
     rows["returns"] *= args.reward_scale
-    rows["weights"] = normalize_weights(critic_weights)
     batch = to_tensors(rows, agent.raw_alpha.device)
-    batch["actor_weights"] = torch.as_tensor(actor_weights).to(batch["weights"])
+    for name, weights in (("critic_weights", critic_weights), ("actor_weights", actor_weights)):
+        batch[name] = torch.as_tensor(normalize_weights(weights)).to(batch["rewards"])
     return batch, offline_slots, online_slots
 
 
