@@ -17,7 +17,7 @@
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
-    warm-up: cloning       - regression on the actions of demonstrations or of the best rows
+    warm-up: cloning       - the actor imitates the actions of the demonstrations, or of the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
@@ -31,13 +31,18 @@ ends. The second one, with --learner, reads the files of the first one and train
     - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
     - no steps with a frozen policy; some offline rows are kept and are a part of every batch
     - prioritized draws, and weights of the rows in the losses
+Plain SAC can overestimate actions that the data lack, above all if the data are poor. The remedies
+are --offline-objective cql, calql and bc. The TD loss here lacks the 1/2 of the CQL paper, so
+--cql-alpha 1 is an alpha of 0.5 there.
+
 The preset wsrl follows the paper in these points. rlpd follows arXiv:2302.02948, bc clones before
 it goes online, and scratch uses no offline data. Only the command line applies a preset. In Python,
 Args(preset="wsrl") sets a name; write Args(**default_options(env_id, "wsrl")).
 
 What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
-Observations are normalized. Networks have LayerNorm, and the critics share its scale and bias.
+Observations are normalized. Networks have LayerNorm. All critics share one scale and one bias in
+each LayerNorm.
 
 Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
 the conservative term, K of them from each of three distributions.
@@ -83,7 +88,9 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 would be more than its online_steps
+PENDULUM_WSRL = dict(
+    warmup_rollout_steps=500
+)  # the 5,000 of the preset are too many for 2,000 online steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -106,7 +113,9 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
+    # Clone, then SAC with half of each batch offline (arXiv:2603.27400). No loss of the clone trains
+    # its standard deviation: its mean action is good before its first online samples are.
+    "bc": dict(
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -165,7 +174,9 @@ class Args:
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
-    early_stop_patience: int = 0  # checks after the best one that end the warm-up (0: off)
+    early_stop_patience: int = (
+        0  # stop the warm-up after this many checks without a new best (0: off)
+    )
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -181,7 +192,9 @@ class Args:
     offline_decay_rate: float = 0.999  # factor on this share per online step
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the highest
+    retention_by: Literal["td_error", "reward", "quality"] = (
+        "td_error"  # rows with the highest are kept
+    )
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -251,7 +264,7 @@ class Args:
         return self.checkpoint_path is not None and not self.learner
 
 
-WSRLConfig = Args  # alias for imports: the name in the design that the script started from
+WSRLConfig = Args  # another name for imports
 
 
 # --- networks ---
@@ -359,8 +372,8 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
 def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts the sum. With constant rewards and gamma 0.99, G lacks 37 % of its value 100
-    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
+    A time limit cuts the sum. With constant rewards and gamma 0.99, G is 37 % too small 100 steps
+    before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
     less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
@@ -371,8 +384,8 @@ def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Whether an episode succeeded. In some environments the info of the last step tells. Without
-    it, an episode succeeded if it terminated with its first positive reward."""
+    """Whether an episode succeeded. Some environments say so in the info of the last step.
+    Otherwise an episode succeeded if it terminated with its first positive reward."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -449,7 +462,7 @@ class WarmupAgent(nn.Module):
         self.actor = mlp(obs_dim, 2 * action_dim, args.hidden_size, args.layer_norm)
         if args.dropout:
             self.actor = add_dropout(self.actor, args.dropout)
-        # `alpha` takes the softplus of this parameter, and here is its inverse.
+        # alpha() takes the softplus of this parameter, so it starts at the inverse of softplus.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -482,7 +495,9 @@ class WarmupAgent(nn.Module):
             next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
-            if method == "bc":  # warm-up: cloning; no loss trains the standard deviation
+            if (
+                method == "bc"
+            ):  # warm-up: cloning; the std is untrained noise, so take the mean action
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
             next_q = self.critic_target(next_features, next_actions)  # (E,N)
@@ -524,7 +539,7 @@ class WarmupAgent(nn.Module):
             num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
             bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
             bc_loss = bc_loss / num_cloned_rows
-            if method == "bc":
+            if method == "bc":  # instead of SAC; the temperature is not trained either
                 actor_losses = {"actor_loss": bc_loss}
             elif args.bc_weight:
                 actor_losses["bc_loss"] = args.bc_weight * bc_loss
@@ -548,7 +563,7 @@ class WarmupAgent(nn.Module):
             uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # Q below is Q(s,a) for all of these actions
+            for states in (features, next_features):  # the actions are tried in s, not in s'
                 mean, std = self.policy(states)
                 sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
@@ -693,7 +708,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         """Write rows after the newest one.  -> their slots (N,)"""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
-        self.priorities[slots] = self.max_priority  # the TD error of a new row is not known
+        self.priorities[slots] = self.max_priority  # until the first draw gives it a TD error
         self.num_written += len(rows)
         return slots
 
@@ -705,7 +720,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
             return rng.integers(len(self), size=num_rows), np.ones(num_rows)
         cumsum = self.priorities[: len(self)].cumsum()
         slots = cumsum.searchsorted(rng.random(num_rows) * cumsum[-1], side="right")
-        slots = slots.clip(max=len(self) - 1)  # after rounding, a number may exceed the sum
+        slots = slots.clip(max=len(self) - 1)  # a draw may round up to the sum
         probabilities = self.priorities[slots] / cumsum[-1]
         return slots, (len(self) * probabilities) ** -beta
 
@@ -899,7 +914,7 @@ def take_step(agent, env, obs, env_step):
     row["next_obs"] = next_obs
     row["actions"] = action
     row["rewards"] = reward
-    row["masks"] = not terminated  # a time limit does not end the value
+    row["masks"] = not terminated  # after a time limit the target still has V(s')
     row["weights"] = 1.0
     if not (terminated or truncated):
         return row, next_obs, {}
@@ -928,8 +943,9 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
 def check_heldout(agent, progress) -> float:  # warm-up: overfitting
     """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
 
-    A clone is judged by its actions. The critics are judged by their squared TD error over the
-    variance of the targets, because the error alone is smallest while all values are near 0."""
+    With bc the error is the distance of the actor's actions to those of the rows. Otherwise it is
+    the squared TD error of the critics over the variance of the targets, because the TD error alone
+    is smallest while all values are near 0."""
     device = agent.raw_alpha.device
     batch = {name: column.to(device) for name, column in progress.heldout.items()}
     judged = agent.judge(batch)
@@ -1063,7 +1079,7 @@ def main(args: Args) -> dict[str, float]:
             log_line(run, agent, offline_rb, online_rb, progress, row, bar)
         bar.update()
 
-        # 5 save; latest.pth is last: if a kill prevents it, the resumed run repeats this end
+        # 5 save; latest.pth is written last, so that a run killed here repeats this step
         if is_over and args.checkpoint_path:
             write_transitions(args.demo_path, offline_rb.rows, env)
             write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
@@ -1108,13 +1124,13 @@ def main(args: Args) -> dict[str, float]:
                 beta=beta,
             )
 
-        # 3 evaluate between two episodes
+        # 3 evaluate between two episodes, and after the last step
         row = {}
         is_last = env_step == last_env_step
-        is_between_episodes = is_last or obs is None
+        episode_ended = obs is None
         if is_last or env_step % args.eval_every == 0:
             is_eval_due = True
-        if is_eval_due and is_between_episodes:
+        if is_eval_due and (episode_ended or is_last):
             is_eval_due = False
             row = evaluate_policy(agent, env, args.eval_episodes)
 
@@ -1123,10 +1139,10 @@ def main(args: Args) -> dict[str, float]:
             log_line(run, agent, offline_rb, online_rb, progress, row, bar)
         bar.update()
 
-        # 5 save between two episodes
+        # 5 save between two episodes, and after the last step
         if progress.global_step % args.save_every == 0:
             is_save_due = True
-        if is_between_episodes and (is_save_due or is_last or signals.received):
+        if is_last or (episode_ended and (is_save_due or signals.received)):
             save_run(run, agent, offline_rb, online_rb, progress)
             is_save_due = False
             is_stopped = signals.received and not is_last
@@ -1163,7 +1179,7 @@ def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
 
 
 def print_switch(data_returns, policy_return):
-    """Compare the policy with the data: the better one deserves trust (arXiv:2510.01460)."""
+    """Say which had the higher return, the policy or its data (arXiv:2510.01460)."""
     best = max(data_returns.values())
     better = "policy" if policy_return >= best else "data"
     comparison = f"return of the policy {policy_return:.1f}, of the best data {best:.1f}"
@@ -1258,7 +1274,7 @@ def make_gym_env(env_id):
 
 
 def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition with its action in [-1,1], and ratings of its episode"""
+    """A row of a buffer: a transition with its action in [-1,1], and columns that rate_episodes fills"""
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
@@ -1378,15 +1394,17 @@ class DemoUnpickler(pickle.Unpickler):
 
 
 def read_transitions(path) -> list[dict]:
-    """Read a pickled list of transitions, or an .npz with columns such as observations/image."""
+    """Read a pickled list of transitions, or an .npz with an array for each column (COLUMNS)."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
     for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # so numpy marks the dtype of big-endian numbers
-            raise ValueError('it has the string ">", and big-endian numbers are not supported')
+        if argument == ">":  # numpy's mark of big-endian numbers
+            raise ValueError(
+                'it has the string ">", which marks big-endian numbers: they are not supported'
+            )
         if opcode.name == "LONG_BINPUT" and argument > len(data):
             raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
@@ -1406,7 +1424,8 @@ def to_vector(name, value) -> np.ndarray:
 
 def fill_columns(transition) -> dict:
     """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
-    termination. Without `dones` a time limit shows only where a row does not continue the last."""
+    termination. Without `dones` only terminations end an episode here; split_episodes finds the
+    other ends."""
     if "dones" in transition:
         return {"masks": 1.0 - transition["dones"]} | transition
     if "masks" in transition:
