@@ -953,10 +953,13 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
         error = (judged["clone_errors"] * batch["is_cloned"]).sum() / batch["is_cloned"].sum()
     else:
         error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
-    progress.heldout_errors.append(float(error))
-    if float(error) == min(progress.heldout_errors):
+    error = float(error)
+    if math.isnan(error):
+        error = math.inf  # min() cannot compare NaN
+    progress.heldout_errors.append(error)
+    if error == min(progress.heldout_errors):
         progress.best_agent = agent.checkpoint()
-    return float(error)
+    return error
 
 
 def is_overfitting(heldout_errors, patience) -> bool:
@@ -1394,7 +1397,7 @@ class DemoUnpickler(pickle.Unpickler):
 
 
 def read_transitions(path) -> list[dict]:
-    """Read a pickled list of transitions, or an .npz with an array for each column (COLUMNS)."""
+    """Read a pickled list of transitions, or an .npz with an array for each of their keys."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
@@ -1607,7 +1610,8 @@ class Run:
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        if not (self.dir / "latest.pth").exists():  # else load_run rewrites it, once that was read
+            (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 
