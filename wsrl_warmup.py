@@ -207,27 +207,32 @@ class Args:
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {value}: must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
             "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
             "demo_weight", "success_weight_bonus",
         ):  # fmt: skip
             if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
+                raise ValueError(f"--{name.replace('_', '-')} 0: must not be 0")
         for name in (
             "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
             "min_offline_ratio", "retention_ratio", "priority_alpha",
         ):  # fmt: skip
             if getattr(self, name) > 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{option}: must be from 0 to 1")
         if self.online_steps and self.online_steps <= self.warmup_rollout_steps:
             raise ValueError(
-                "--online-steps must be 0 or more than --warmup-rollout-steps, "
-                "else the agent never learns online"
+                f"--online-steps {self.online_steps}: must be 0 or more than "
+                f"--warmup-rollout-steps ({self.warmup_rollout_steps}), else it learns nothing online"
             )
         if self.min_offline_ratio > self.initial_offline_ratio:
-            raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
+            raise ValueError(
+                f"--min-offline-ratio {self.min_offline_ratio}: must be at most "
+                f"--initial-offline-ratio ({self.initial_offline_ratio})"
+            )
         if self.initial_offline_ratio and not self.retention_ratio:
             raise ValueError(
                 "--retention-ratio 0 needs --initial-offline-ratio 0: no rows are left"
@@ -245,6 +250,16 @@ class Args:
             raise ValueError(
                 "without --warmup-steps, --retention-by td_error has no trained critic"
             )
+        if not self.online_steps and (self.learner or not self.warmup_steps):
+            raise ValueError("--online-steps 0 without a warm-up: nothing would be learned")
+        if self.early_stop_patience and not self.warmup_steps and not self.learner:
+            raise ValueError("--early-stop-patience needs a warm-up, but --warmup-steps is 0")
+        if self.offline_objective in ("cql", "calql") and not self.cql_alpha:
+            raise ValueError(
+                f"--cql-alpha 0 makes --offline-objective {self.offline_objective} sac"
+            )
+        if self.expert_path and not self.make_data:
+            raise ValueError("--expert-path is read by --make-data only")
         if self.has_data() and not self.needs_data():
             raise ValueError("the data paths would not be read: there is no warm-up")
         if self.resume and not self.run_dir:
@@ -1438,6 +1453,8 @@ def fill_columns(transition) -> dict:
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
+    if len(transitions) == 0:
+        raise ValueError("there are no transitions")
     rows = np.zeros(len(transitions), make_row_dtype(env))
     for name in RATINGS:
         rows[name] = np.nan  # not known yet
@@ -1446,6 +1463,8 @@ def to_rows(transitions, env) -> np.ndarray:
         for name, column in COLUMNS.items():
             if name in RATINGS and name not in transition:
                 continue
+            if name not in transition:
+                raise ValueError(f"row {i} has no {name}")
             value = transition[name]
             if isinstance(value, dict):
                 if not set(env.obs_keys) <= set(value):
@@ -1458,8 +1477,9 @@ def to_rows(transitions, env) -> np.ndarray:
                     f"{name} of row {i} is {value}: expected {expected} finite numbers"
                 )
             rows[column][i : i + 1] = value
-    if len(rows) == 0 or rows["masks"].min() < 0 or rows["masks"].max() > 1:
-        raise ValueError("there are no transitions, or masks outside [0,1]")
+    low, high = rows["masks"].min(), rows["masks"].max()
+    if low < 0 or high > 1:
+        raise ValueError(f"masks are from {low} to {high}: expected 0 to 1")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
     rows["actions"] = rows["actions"].clip(-1, 1)
     return rows
@@ -1467,14 +1487,18 @@ def to_rows(transitions, env) -> np.ndarray:
 
 def read_source(path, env) -> np.ndarray:
     """Rows of a .pkl or .npz file. Its actions are in the units of the environment."""
+    if not Path(path).is_file():
+        sys.exit(f"data file {path}: there is no such file")
     try:
         transitions = read_transitions(path)
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
             raise ValueError(f"it would become {size} bytes in memory")
         rows = to_rows(transitions, env)
+    except (ValueError, pickle.UnpicklingError) as error:
+        sys.exit(f"data file {path}: {error}")
     except Exception as error:  # a damaged file can raise any type
-        sys.exit(f"data file {path}: {type(error).__name__}: {error}")
+        sys.exit(f"data file {path} cannot be read: {error!r}")
     if "masks" not in transitions[0]:
         print(f"{path} has no masks: each end of an episode counts as a termination")
     return rows
@@ -1539,11 +1563,15 @@ def check_paths(args):
             f"there are no offline data for {args.env_id}: give --offline-data-path, which "
             "--make-data can write, or --preset scratch"
         )
-    for path in (args.checkpoint_path, args.demo_path):
-        if path and not args.learner and Path(path).exists():
-            sys.exit(f"{path} already exists; the warm-up overwrites nothing")
-        if path and not args.learner and not Path(path).parent.is_dir():
-            sys.exit(f"{path} cannot be written: its folder does not exist")
+    for option in ("checkpoint_path", "demo_path"):
+        path = getattr(args, option)
+        if path is None or args.learner:
+            continue
+        name = f"--{option.replace('_', '-')} {path}"
+        if Path(path).exists():
+            sys.exit(f"{name} already exists; the warm-up overwrites nothing")
+        if not Path(path).parent.is_dir():
+            sys.exit(f"{name} cannot be written: its folder does not exist")
 
 
 # --- video ---
@@ -1714,7 +1742,6 @@ def parse_args() -> Args:
         fresh = vars(Args()) | default_options(saved["env_id"], preset)
         set_by_presets = {"preset"}.union(*PRESETS.values())
         options = saved | {name: fresh[name] for name in set_by_presets}
-    print(f"defaults: {options}")
     defaults = Args()
     for name, value in options.items():  # not checked, because a typed option may replace a bad one
         setattr(defaults, name, value)

@@ -698,6 +698,10 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(obs_noise=-0.1),
         dict(obs_noise=float("nan")),
         dict(early_stop_patience=-1),
+        dict(PRESETS["rlpd"], early_stop_patience=1),  # these would do nothing
+        dict(PRESETS["scratch"], warmup_rollout_steps=0, online_steps=0),
+        dict(offline_objective="calql", cql_alpha=0.0),
+        dict(expert_path="final_model.pth"),
     ],
 )
 def test_values_that_make_no_sense(options):
