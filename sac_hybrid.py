@@ -1450,8 +1450,10 @@ def read_transitions(path) -> list[dict]:
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
     for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # so numpy marks the dtype of big-endian numbers
-            raise ValueError('it has the string ">", and big-endian numbers are not supported')
+        if argument == ">":  # numpy's mark of big-endian numbers
+            raise ValueError(
+                'it has the string ">", which marks big-endian numbers: they are not supported'
+            )
         if opcode.name == "LONG_BINPUT" and argument > len(data):
             raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()

@@ -177,9 +177,7 @@ class Args:
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
-    early_stop_patience: int = (
-        0  # stop the warm-up after this many checks without a new best (0: off)
-    )
+    early_stop_patience: int = 0  # end the warm-up after so many checks without a new best (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
