@@ -1218,8 +1218,8 @@ def hold_grippers(commands, last_commands):
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Whether an episode succeeded. In some environments the info of the last step tells. Without
-    it, an episode succeeded if it terminated with its first positive reward."""
+    """Whether an episode succeeded. Some environments say so in the info of the last step.
+    Otherwise an episode succeeded if it terminated with its first positive reward."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -1443,15 +1443,17 @@ class DemoUnpickler(pickle.Unpickler):
 
 
 def read_transitions(path) -> list[dict]:
-    """Read a pickled list of transitions, or an .npz with columns such as observations/image."""
+    """Read a pickled list of transitions, or an .npz with an array for each of their keys."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
     for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # so numpy marks the dtype of big-endian numbers
-            raise ValueError('it has the string ">", and big-endian numbers are not supported')
+        if argument == ">":  # numpy's mark of big-endian numbers
+            raise ValueError(
+                'it has the string ">", which marks big-endian numbers: they are not supported'
+            )
         if opcode.name == "LONG_BINPUT" and argument > len(data):
             raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
@@ -1602,7 +1604,8 @@ class Run:
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        if not (self.dir / "latest.pth").exists():  # else load_run rewrites it, once that was read
+            (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 

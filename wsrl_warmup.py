@@ -17,7 +17,7 @@
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
-    warm-up: cloning       - regression on the actions of demonstrations or of the best rows
+    warm-up: cloning       - the actor imitates the actions of the demonstrations, or of the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
@@ -31,13 +31,18 @@ ends. The second one, with --learner, reads the files of the first one and train
     - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
     - no steps with a frozen policy; some offline rows are kept and are a part of every batch
     - prioritized draws, and weights of the rows in the losses
+Plain SAC can overestimate actions that the data lack, above all if the data are poor. The remedies
+are --offline-objective cql, calql and bc. The TD loss here lacks the 1/2 of the CQL paper, so
+--cql-alpha 1 is an alpha of 0.5 there.
+
 The preset wsrl follows the paper in these points. rlpd follows arXiv:2302.02948, bc clones before
 it goes online, and scratch uses no offline data. Only the command line applies a preset. In Python,
 Args(preset="wsrl") sets a name; write Args(**default_options(env_id, "wsrl")).
 
 What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
-Observations are normalized. Networks have LayerNorm, and the critics share its scale and bias.
+Observations are normalized. Networks have LayerNorm. All critics share one scale and one bias in
+each LayerNorm.
 
 Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
 the conservative term, K of them from each of three distributions.
@@ -86,7 +91,9 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # 5,000 would be more than its online_steps
+PENDULUM_WSRL = dict(
+    warmup_rollout_steps=500
+)  # the 5,000 of the preset are too many for 2,000 online steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -109,7 +116,9 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
+    # Clone, then SAC with half of each batch offline (arXiv:2603.27400). No loss of the clone trains
+    # its standard deviation: its mean action is good before its first online samples are.
+    "bc": dict(
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -168,7 +177,7 @@ class Args:
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
-    early_stop_patience: int = 0  # checks after the best one that end the warm-up (0: off)
+    early_stop_patience: int = 0  # end the warm-up after so many checks without a new best (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -184,7 +193,9 @@ class Args:
     offline_decay_rate: float = 0.999  # factor on this share per online step
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the highest
+    retention_by: Literal["td_error", "reward", "quality"] = (
+        "td_error"  # rows with the highest are kept
+    )
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -197,27 +208,32 @@ class Args:
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {value}: must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
             "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
             "demo_weight", "success_weight_bonus",
         ):  # fmt: skip
             if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
+                raise ValueError(f"--{name.replace('_', '-')} 0: must not be 0")
         for name in (
             "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
             "min_offline_ratio", "retention_ratio", "priority_alpha",
         ):  # fmt: skip
             if getattr(self, name) > 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{option}: must be from 0 to 1")
         if self.online_steps and self.online_steps <= self.warmup_rollout_steps:
             raise ValueError(
-                "--online-steps must be 0 or more than --warmup-rollout-steps, "
-                "else the agent never learns online"
+                f"--online-steps {self.online_steps}: must be 0 or more than "
+                f"--warmup-rollout-steps ({self.warmup_rollout_steps}), else it learns nothing online"
             )
         if self.min_offline_ratio > self.initial_offline_ratio:
-            raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
+            raise ValueError(
+                f"--min-offline-ratio {self.min_offline_ratio}: must be at most "
+                f"--initial-offline-ratio ({self.initial_offline_ratio})"
+            )
         if self.initial_offline_ratio and not self.retention_ratio:
             raise ValueError(
                 "--retention-ratio 0 needs --initial-offline-ratio 0: no rows are left"
@@ -235,6 +251,16 @@ class Args:
             raise ValueError(
                 "without --warmup-steps, --retention-by td_error has no trained critic"
             )
+        if not self.online_steps and (self.learner or not self.warmup_steps):
+            raise ValueError("--online-steps 0 without a warm-up: nothing would be learned")
+        if self.early_stop_patience and not self.warmup_steps and not self.learner:
+            raise ValueError("--early-stop-patience needs a warm-up, but --warmup-steps is 0")
+        if self.offline_objective in ("cql", "calql") and not self.cql_alpha:
+            raise ValueError(
+                f"--cql-alpha 0 makes --offline-objective {self.offline_objective} sac"
+            )
+        if self.expert_path and not self.make_data:
+            raise ValueError("--expert-path is read by --make-data only")
         if self.has_data() and not self.needs_data():
             raise ValueError("the data paths would not be read: there is no warm-up")
         if self.resume and not self.run_dir:
@@ -254,7 +280,7 @@ class Args:
         return self.checkpoint_path is not None and not self.learner
 
 
-WSRLConfig = Args  # alias for imports: the name in the design that the script started from
+WSRLConfig = Args  # another name for imports
 
 
 # --- networks ---
@@ -362,8 +388,8 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
 def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts the sum. With constant rewards and gamma 0.99, G lacks 37 % of its value 100
-    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
+    A time limit cuts the sum. With constant rewards and gamma 0.99, G is 37 % too small 100 steps
+    before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
     less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
@@ -374,8 +400,8 @@ def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
-    """Whether an episode succeeded. In some environments the info of the last step tells. Without
-    it, an episode succeeded if it terminated with its first positive reward."""
+    """Whether an episode succeeded. Some environments say so in the info of the last step.
+    Otherwise an episode succeeded if it terminated with its first positive reward."""
     for name in ("is_success", "success", "succeed"):
         if name in info:
             return bool(info[name])
@@ -426,8 +452,12 @@ class WarmupAgent(nn.Module):
     obs, next_obs              (N,D)
     actions                    (N,C)  in [-1,1]
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
-    weights, actor_weights     (N,)   in the losses of critics and actor, with a mean of 1
+    critic_weights             (N,)   in the loss of the critics, with a mean of 1
+    actor_weights              (N,)   in the loss of the actor, with a mean of 1
     is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
+
+    `update` gets rewards and returns times reward_scale (sample_mixed). `judge` gets rows of a buffer
+    and scales the rewards itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -448,7 +478,7 @@ class WarmupAgent(nn.Module):
         self.actor = mlp(obs_dim, 2 * action_dim, args.hidden_size, args.layer_norm)
         if args.dropout:
             self.actor = add_dropout(self.actor, args.dropout)
-        # `alpha` takes the softplus of this parameter, and here is its inverse.
+        # alpha() takes the softplus of this parameter, so it starts at the inverse of softplus.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -481,7 +511,9 @@ class WarmupAgent(nn.Module):
             next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
-            if method == "bc":  # warm-up: cloning; no loss trains the standard deviation
+            if (
+                method == "bc"
+            ):  # warm-up: cloning; the std is untrained noise, so take the mean action
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
             next_q = self.critic_target(next_features, next_actions)  # (E,N)
@@ -495,7 +527,7 @@ class WarmupAgent(nn.Module):
         q_values = self.critic(features, batch["actions"])  # (E,N)
         td_errors = q_values - q_target
         # warm-up: weights
-        critic_losses = {"critic_loss": (batch["weights"] * td_errors.square()).mean()}
+        critic_losses = {"critic_loss": (batch["critic_weights"] * td_errors.square()).mean()}
 
         if method in ("cql", "calql") and args.cql_alpha:  # warm-up: conservative
             gap = self.conservative_term(batch, features, next_features, q_values, method)
@@ -523,7 +555,7 @@ class WarmupAgent(nn.Module):
             num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
             bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
             bc_loss = bc_loss / num_cloned_rows
-            if method == "bc":
+            if method == "bc":  # instead of SAC; the temperature is not trained either
                 actor_losses = {"actor_loss": bc_loss}
             elif args.bc_weight:
                 actor_losses["bc_loss"] = args.bc_weight * bc_loss
@@ -547,7 +579,7 @@ class WarmupAgent(nn.Module):
             uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # Q below is Q(s,a) for all of these actions
+            for states in (features, next_features):  # the actions are tried in s, not in s'
                 mean, std = self.policy(states)
                 sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
@@ -622,6 +654,57 @@ class WarmupAgent(nn.Module):
         return agent
 
 
+# --- row weights ---
+def rate_episodes(args, episodes: dict[str, list]):
+    """Fill the columns of RATINGS where the data file has none."""
+    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
+    every_episode = sum(episodes.values(), [])
+    returns = [episode["rewards"].sum() for episode in every_episode]
+    return_range = (min(returns, default=0.0), max(returns, default=1.0))
+    max_length = max(map(len, every_episode), default=1)
+    for source, source_episodes in episodes.items():
+        for episode in source_episodes:
+            quality = compute_data_quality(episode, return_range, max_length)
+            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+            bonus = args.success_weight_bonus if success else 1.0
+            # warm-up: weights; a quality of 0.5 is neutral
+            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
+            fill_in(episode, "quality", quality)
+            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
+    threshold = 0.0
+    if every_episode:
+        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
+    for source, source_episodes in episodes.items():
+        for episode in source_episodes:
+            is_cloned = source == "demos"
+            if "demos" not in episodes:
+                is_cloned = episode["quality"] >= threshold
+            fill_in(episode, "is_cloned", is_cloned)
+
+
+def fill_in(episode, column, values):
+    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
+
+
+def hold_out(episodes, is_clone):  # warm-up: overfitting
+    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
+    -> training episodes, held-out episodes"""
+    training = []
+    heldout = []
+    num_candidates = 0
+    for episode in episodes:
+        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
+        num_candidates += is_candidate
+        if is_candidate and num_candidates % 10 == 0:
+            heldout.append(episode)
+        else:
+            training.append(episode)
+    if not heldout:
+        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
+    return training, heldout
+
+
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
     """A ring of rows. With alpha 0 the draws are uniform, else rows with a large TD error are
@@ -641,7 +724,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         """Write rows after the newest one.  -> their slots (N,)"""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
-        self.priorities[slots] = self.max_priority  # the TD error of a new row is not known
+        self.priorities[slots] = self.max_priority  # until the first draw gives it a TD error
         self.num_written += len(rows)
         return slots
 
@@ -653,7 +736,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
             return rng.integers(len(self), size=num_rows), np.ones(num_rows)
         cumsum = self.priorities[: len(self)].cumsum()
         slots = cumsum.searchsorted(rng.random(num_rows) * cumsum[-1], side="right")
-        slots = slots.clip(max=len(self) - 1)  # after rounding, a number may exceed the sum
+        slots = slots.clip(max=len(self) - 1)  # a draw may round up to the sum
         probabilities = self.priorities[slots] / cumsum[-1]
         return slots, (len(self) * probabilities) ** -beta
 
@@ -757,17 +840,17 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
             rows[name] += noise_std * rng.standard_normal(rows[name].shape)
 
     # warm-up: weights; importance corrects the loss of the critics only
-    critic_weights = importance / importance.max()  # as in PER; the mean becomes 1 below
+    critic_weights = importance
+    actor_weights = np.ones(len(rows))
     if args.weighted_loss != "none":
-        critic_weights = critic_weights * rows["weights"]
-    actor_weights = np.ones(len(rows), np.float32)
+        critic_weights = importance * rows["weights"]
     if args.weighted_loss == "both":
-        actor_weights = normalize_weights(rows["weights"])
-    rows["rewards"] *= args.reward_scale
+        actor_weights = rows["weights"]
+    rows["rewards"] *= args.reward_scale  # `rows` is a copy; the buffers keep the unscaled rewards
     rows["returns"] *= args.reward_scale
-    rows["weights"] = normalize_weights(critic_weights)
     batch = to_tensors(rows, agent.raw_alpha.device)
-    batch["actor_weights"] = torch.as_tensor(actor_weights).to(batch["weights"])
+    for name, weights in (("critic_weights", critic_weights), ("actor_weights", actor_weights)):
+        batch[name] = torch.as_tensor(normalize_weights(weights)).to(batch["rewards"])
     return batch, offline_slots, online_slots
 
 
@@ -847,7 +930,7 @@ def take_step(agent, env, obs, env_step):
     row["next_obs"] = next_obs
     row["actions"] = action
     row["rewards"] = reward
-    row["masks"] = not terminated  # a time limit does not end the value
+    row["masks"] = not terminated  # after a time limit the target still has V(s')
     row["weights"] = 1.0
     if not (terminated or truncated):
         return row, next_obs, {}
@@ -876,8 +959,9 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
 def check_heldout(agent, progress) -> float:  # warm-up: overfitting
     """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
 
-    A clone is judged by its actions. The critics are judged by their squared TD error over the
-    variance of the targets, because the error alone is smallest while all values are near 0."""
+    With bc the error is the distance of the actor's actions to those of the rows. Otherwise it is
+    the squared TD error of the critics over the variance of the targets, because the TD error alone
+    is smallest while all values are near 0."""
     device = agent.raw_alpha.device
     batch = {name: column.to(device) for name, column in progress.heldout.items()}
     judged = agent.judge(batch)
@@ -885,10 +969,13 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
         error = (judged["clone_errors"] * batch["is_cloned"]).sum() / batch["is_cloned"].sum()
     else:
         error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
-    progress.heldout_errors.append(float(error))
-    if float(error) == min(progress.heldout_errors):
+    error = float(error)
+    if math.isnan(error):
+        error = math.inf  # min() cannot compare NaN
+    progress.heldout_errors.append(error)
+    if error == min(progress.heldout_errors):
         progress.best_agent = agent.checkpoint()
-    return float(error)
+    return error
 
 
 def is_overfitting(heldout_errors, patience) -> bool:
@@ -1011,7 +1098,7 @@ def main(args: Args) -> dict[str, float]:
             log_line(run, agent, offline_rb, online_rb, progress, row, bar)
         bar.update()
 
-        # 5 save; latest.pth is last: if a kill prevents it, the resumed run repeats this end
+        # 5 save; latest.pth is written last, so that a run killed here repeats this step
         if is_over and args.checkpoint_path:
             write_transitions(args.demo_path, offline_rb.rows, env)
             write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
@@ -1056,13 +1143,13 @@ def main(args: Args) -> dict[str, float]:
                 beta=beta,
             )
 
-        # 3 evaluate between two episodes
+        # 3 evaluate between two episodes, and after the last step
         row = {}
         is_last = env_step == last_env_step
-        is_between_episodes = is_last or obs is None
+        episode_ended = obs is None
         if is_last or env_step % args.eval_every == 0:
             is_eval_due = True
-        if is_eval_due and is_between_episodes:
+        if is_eval_due and (episode_ended or is_last):
             is_eval_due = False
             row = evaluate_policy(agent, env, args.eval_episodes)
 
@@ -1071,10 +1158,10 @@ def main(args: Args) -> dict[str, float]:
             log_line(run, agent, offline_rb, online_rb, progress, row, bar)
         bar.update()
 
-        # 5 save between two episodes
+        # 5 save between two episodes, and after the last step
         if progress.global_step % args.save_every == 0:
             is_save_due = True
-        if is_between_episodes and (is_save_due or is_last or signals.received):
+        if is_last or (episode_ended and (is_save_due or signals.received)):
             save_run(run, agent, offline_rb, online_rb, progress)
             is_save_due = False
             is_stopped = signals.received and not is_last
@@ -1111,7 +1198,7 @@ def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
 
 
 def print_switch(data_returns, policy_return):
-    """Compare the policy with the data: the better one deserves trust (arXiv:2510.01460)."""
+    """Say which had the higher return, the policy or its data (arXiv:2510.01460)."""
     best = max(data_returns.values())
     better = "policy" if policy_return >= best else "data"
     comparison = f"return of the policy {policy_return:.1f}, of the best data {best:.1f}"
@@ -1206,7 +1293,7 @@ def make_gym_env(env_id):
 
 
 def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition with its action in [-1,1], and ratings of its episode"""
+    """A row of a buffer: a transition with its action in [-1,1], and columns that rate_episodes fills"""
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
@@ -1326,15 +1413,17 @@ class DemoUnpickler(pickle.Unpickler):
 
 
 def read_transitions(path) -> list[dict]:
-    """Read a pickled list of transitions, or an .npz with columns such as observations/image."""
+    """Read a pickled list of transitions, or an .npz with an array for each of their keys."""
     if path.endswith(".npz"):
         columns = dict(np.load(path, allow_pickle=False))
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
     for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # so numpy marks the dtype of big-endian numbers
-            raise ValueError('it has the string ">", and big-endian numbers are not supported')
+        if argument == ">":  # numpy's mark of big-endian numbers
+            raise ValueError(
+                'it has the string ">", which marks big-endian numbers: they are not supported'
+            )
         if opcode.name == "LONG_BINPUT" and argument > len(data):
             raise ValueError("it asks for more memory than it has bytes")
     return DemoUnpickler(io.BytesIO(data)).load()
@@ -1354,7 +1443,8 @@ def to_vector(name, value) -> np.ndarray:
 
 def fill_columns(transition) -> dict:
     """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
-    termination. Without `dones` a time limit shows only where a row does not continue the last."""
+    termination. Without `dones` only terminations end an episode here; split_episodes finds the
+    other ends."""
     if "dones" in transition:
         return {"masks": 1.0 - transition["dones"]} | transition
     if "masks" in transition:
@@ -1364,6 +1454,8 @@ def fill_columns(transition) -> dict:
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
+    if len(transitions) == 0:
+        raise ValueError("there are no transitions")
     rows = np.zeros(len(transitions), make_row_dtype(env))
     for name in RATINGS:
         rows[name] = np.nan  # not known yet
@@ -1372,6 +1464,8 @@ def to_rows(transitions, env) -> np.ndarray:
         for name, column in COLUMNS.items():
             if name in RATINGS and name not in transition:
                 continue
+            if name not in transition:
+                raise ValueError(f"row {i} has no {name}")
             value = transition[name]
             if isinstance(value, dict):
                 if not set(env.obs_keys) <= set(value):
@@ -1384,8 +1478,9 @@ def to_rows(transitions, env) -> np.ndarray:
                     f"{name} of row {i} is {value}: expected {expected} finite numbers"
                 )
             rows[column][i : i + 1] = value
-    if len(rows) == 0 or rows["masks"].min() < 0 or rows["masks"].max() > 1:
-        raise ValueError("there are no transitions, or masks outside [0,1]")
+    low, high = rows["masks"].min(), rows["masks"].max()
+    if low < 0 or high > 1:
+        raise ValueError(f"masks are from {low} to {high}: expected 0 to 1")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
     rows["actions"] = rows["actions"].clip(-1, 1)
     return rows
@@ -1393,14 +1488,18 @@ def to_rows(transitions, env) -> np.ndarray:
 
 def read_source(path, env) -> np.ndarray:
     """Rows of a .pkl or .npz file. Its actions are in the units of the environment."""
+    if not Path(path).is_file():
+        sys.exit(f"data file {path}: there is no such file")
     try:
         transitions = read_transitions(path)
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
             raise ValueError(f"it would become {size} bytes in memory")
         rows = to_rows(transitions, env)
+    except (ValueError, pickle.UnpicklingError) as error:
+        sys.exit(f"data file {path}: {error}")
     except Exception as error:  # a damaged file can raise any type
-        sys.exit(f"data file {path}: {type(error).__name__}: {error}")
+        sys.exit(f"data file {path} cannot be read: {error!r}")
     if "masks" not in transitions[0]:
         print(f"{path} has no masks: each end of an episode counts as a termination")
     return rows
@@ -1446,56 +1545,6 @@ def load_offline_data(args, env):
     return np.concatenate(training), np.concatenate(heldout), mean_returns
 
 
-def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
-    -> training episodes, held-out episodes"""
-    training = []
-    heldout = []
-    num_candidates = 0
-    for episode in episodes:
-        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
-        num_candidates += is_candidate
-        if is_candidate and num_candidates % 10 == 0:
-            heldout.append(episode)
-        else:
-            training.append(episode)
-    if not heldout:
-        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
-    return training, heldout
-
-
-def rate_episodes(args, episodes: dict[str, list]):
-    """Fill the columns of RATINGS where the data file has none."""
-    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
-    every_episode = sum(episodes.values(), [])
-    returns = [episode["rewards"].sum() for episode in every_episode]
-    return_range = (min(returns, default=0.0), max(returns, default=1.0))
-    max_length = max(map(len, every_episode), default=1)
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            quality = compute_data_quality(episode, return_range, max_length)
-            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-            bonus = args.success_weight_bonus if success else 1.0
-            # warm-up: weights; a quality of 0.5 is neutral
-            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
-            fill_in(episode, "quality", quality)
-            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
-    threshold = 0.0
-    if every_episode:
-        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            is_cloned = source == "demos"
-            if "demos" not in episodes:
-                is_cloned = episode["quality"] >= threshold
-            fill_in(episode, "is_cloned", is_cloned)
-
-
-def fill_in(episode, column, values):
-    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
-
-
 def write_transitions(path, rows, env):
     """A pickled list of transitions in units of the environment, with their ratings"""
     transitions = []
@@ -1515,11 +1564,15 @@ def check_paths(args):
             f"there are no offline data for {args.env_id}: give --offline-data-path, which "
             "--make-data can write, or --preset scratch"
         )
-    for path in (args.checkpoint_path, args.demo_path):
-        if path and not args.learner and Path(path).exists():
-            sys.exit(f"{path} already exists; the warm-up overwrites nothing")
-        if path and not args.learner and not Path(path).parent.is_dir():
-            sys.exit(f"{path} cannot be written: its folder does not exist")
+    for option in ("checkpoint_path", "demo_path"):
+        path = getattr(args, option)
+        if path is None or args.learner:
+            continue
+        name = f"--{option.replace('_', '-')} {path}"
+        if Path(path).exists():
+            sys.exit(f"{name} already exists; the warm-up overwrites nothing")
+        if not Path(path).parent.is_dir():
+            sys.exit(f"{name} cannot be written: its folder does not exist")
 
 
 # --- video ---
@@ -1586,7 +1639,8 @@ class Run:
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        if not (self.dir / "latest.pth").exists():  # else load_run rewrites it, once that was read
+            (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
         if args.track:
             import wandb
 
@@ -1704,7 +1758,6 @@ def parse_args() -> Args:
         fresh = vars(Args()) | default_options(saved["env_id"], preset)
         set_by_presets = {"preset"}.union(*PRESETS.values())
         options = saved | {name: fresh[name] for name in set_by_presets}
-    print(f"defaults: {options}")
     defaults = Args()
     for name, value in options.items():  # not checked, because a typed option may replace a bad one
         setattr(defaults, name, value)

@@ -181,7 +181,7 @@ def test_noise_on_observations_is_in_their_standard_deviations():
 
 
 def test_weights_of_a_mixed_batch():
-    """Critic: importance, by one maximum of both buffers, times source; actor: source alone; each of mean 1."""
+    """Critic: importance times source; actor: source alone; each by one mean of both buffers."""
 
     def draw(**own):
         offline, online = filled([1.0] * 4, 1.0), filled([1.0] * 29 + [971.0], 1.0)
@@ -190,16 +190,16 @@ def test_weights_of_a_mixed_batch():
 
     both, critic, none = (draw(weighted_loss=kind) for kind in ("both", "critic", "none"))
     # N P: offline 1; online 0.03 and 29.13, so importance has three values at most
-    ratios = (none["weights"] / none["weights"].max()).unique().tolist()
+    ratios = (none["critic_weights"] / none["critic_weights"].max()).unique().tolist()
     assert [round(x, 4) for x in ratios] in ([0.0343, 1.0], [0.001, 0.03, 1.0])
     means = [
         batch[name].mean().item()
         for batch in (both, critic, none)
-        for name in ("weights", "actor_weights")
+        for name in ("critic_weights", "actor_weights")
     ]
     assert means == pytest.approx([1] * 6)
-    assert torch.equal(both["weights"], critic["weights"]) and not torch.allclose(
-        critic["weights"], none["weights"]
+    assert torch.equal(both["critic_weights"], critic["critic_weights"]) and not torch.allclose(
+        critic["critic_weights"], none["critic_weights"]
     )
     assert sorted(both["actor_weights"].unique().tolist()) == pytest.approx([0.5, 1.5])
     assert (critic["actor_weights"] == 1).all()

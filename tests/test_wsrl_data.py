@@ -241,7 +241,7 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
         "system": [Hostile()],
         "rewards of row 0": transitions(rewards=1e308),
         "expected ['state']": transitions(observations=no_state),
-        "KeyError: 'actions'": [dict(observations=np.zeros(3), dones=True)],
+        "row 0 has no actions": [dict(observations=np.zeros(3), dones=True)],
         "list": transitions(actions=[0.5]),
         "no transitions": [],
         "masks": transitions(masks=2.0),
@@ -265,7 +265,7 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
         (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
         (dict(actions=np.array(["a"] * 6)[:, None]), ["actions is <U1"]),
-        (dict(rewards=np.zeros(5)), ["ValueError"]),
+        (dict(rewards=np.zeros(5)), ["shorter"]),
         ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
     ],
 )
@@ -411,8 +411,6 @@ def test_early_stopping_needs_episodes_to_hold_out(tmp_path):
     path = save(tmp_path / "a.npz", walk(dones=LAST))
     with pytest.raises(SystemExit, match="ten episodes"):
         load(path, early_stop_patience=1)
-    rows, heldout, _ = load(path, early_stop_patience=1, warmup_steps=0, retention_ratio=1.0)
-    assert (len(rows), len(heldout)) == (6, 0)
 
 
 def test_make_data_writes_each_source_once(tmp_path, monkeypatch):

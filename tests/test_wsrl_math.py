@@ -34,7 +34,9 @@ def make_batch(seed=0):
     batch = {name: torch.randn(N, D, generator=rng) for name in ("obs", "next_obs")}
     batch["actions"] = torch.rand(N, A, generator=rng) * 2 - 1
     batch |= dict(rewards=torch.rand(N, generator=rng), masks=torch.ones(N), returns=torch.zeros(N))
-    return batch | dict(weights=torch.ones(N), actor_weights=torch.ones(N), is_cloned=torch.ones(N))
+    return batch | dict(
+        critic_weights=torch.ones(N), actor_weights=torch.ones(N), is_cloned=torch.ones(N)
+    )
 
 
 def test_offline_share_and_split_of_256():
@@ -72,7 +74,7 @@ def test_weighted_td_loss_of_a_real_update():
         agent = make_agent(num_critics=2)
         agent.critic.layers[-1].weight.data.zero_()
         agent.critic.layers[-1].bias.data.zero_()  # Q = 0, so the error is -r
-        batch = make_batch() | {"masks": torch.zeros(N), "weights": given, "rewards": -td}
+        batch = make_batch() | {"masks": torch.zeros(N), "critic_weights": given, "rewards": -td}
         stats = agent.update(batch)
         assert stats["critic_loss"].item() == pytest.approx(expected)
         assert torch.allclose(stats["td_errors"], td)  # the mean over the critics
@@ -204,7 +206,7 @@ def test_weights_reach_the_actor_alone():
     for seed in (5, 6):
         agent, batch, other = make_agent(), make_batch(0), make_batch(seed)
         batch["obs"] = torch.where(mask[:, None] > 0, batch["obs"], other["obs"])
-        batch |= dict(weights=torch.zeros(N), actor_weights=normalize_weights(mask))
+        batch |= dict(critic_weights=torch.zeros(N), actor_weights=normalize_weights(mask))
         before = torch.cat([x.flatten() for x in agent.actor.parameters()]).clone()
         agent.update(batch)
         actors.append(torch.cat([x.flatten() for x in agent.actor.parameters()]) - before)

@@ -319,6 +319,15 @@ def test_resume_at_any_moment(own, tmp_path, data, monkeypatch):
         assert_same_run(folder, tmp_path / "whole")
 
 
+def test_a_damaged_checkpoint_leaves_the_metrics(tmp_path, data):
+    run(tmp_path / "run", data)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    (tmp_path / "run" / "latest.pth").write_bytes(b"damaged")
+    with pytest.raises(Exception):  # noqa: B017 - any type
+        run(tmp_path / "run", data, resume=True)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
     write = wsrl_warmup.write_checkpoint
     for kill_at in (
@@ -557,6 +566,13 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
     assert [row["global_step"] for row in lines] == [0, 1, 2, 3, 4], "a step that was not made"
 
 
+def test_a_first_check_that_is_nan_is_not_the_best(tmp_path, data, monkeypatch):
+    checked = watch_heldout(monkeypatch, [float("nan"), 2.0, 5.0, 4.0])
+    run(tmp_path / "run", data, early_stop_patience=2, checkpoint_path=str(tmp_path / "warm.pth"))
+    assert len(checked) == 4
+    assert same(checked[1]["model"], state(tmp_path, "warm.pth")["model"])
+
+
 def test_after_an_early_stop_the_run_goes_online(tmp_path, data, monkeypatch):
     """In one command and in two, stopped and resumed: the same steps, and beta ends at 1."""
     own = dict(early_stop_patience=1)
@@ -682,6 +698,10 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(obs_noise=-0.1),
         dict(obs_noise=float("nan")),
         dict(early_stop_patience=-1),
+        dict(PRESETS["rlpd"], early_stop_patience=1),  # these would do nothing
+        dict(PRESETS["scratch"], warmup_rollout_steps=0, online_steps=0),
+        dict(offline_objective="calql", cql_alpha=0.0),
+        dict(expert_path="final_model.pth"),
     ],
 )
 def test_values_that_make_no_sense(options):
