@@ -742,6 +742,13 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
 
 
 # --- rollout ---
+def hold_grippers(commands, last_commands):
+    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
+    or close"""
+    held = np.where(np.round(commands) == 0, last_commands, commands)
+    return held, int(((held < 0) != (last_commands < 0)).sum())
+
+
 class Interface:
     """What a policy sees of a robot, and what it can do. In this script actions are in [-1,1]."""
 
@@ -886,6 +893,40 @@ def explore(agent, obs, step, rng) -> np.ndarray:
     if agent.args.algorithm == "bc":  # no loss has trained the standard deviation
         return agent.act(obs)
     return agent.act(obs, torch.from_numpy(rng.standard_normal(len(layout.continuous), np.float32)))
+
+
+class ActorThread(threading.Thread):
+    """Takes environment steps with the newest published weights, and hands their records over.
+
+    After a step it waits for the learner: the two take turns. With --utd 0 it waits only where an
+    episode ends, because the learner evaluates and saves there.
+    """
+
+    def __init__(self, robot, steps, published, arrivals):
+        super().__init__(daemon=True)
+        self.robot = robot
+        self.steps = steps
+        self.published = published
+        self.arrivals = arrivals
+        self.may_continue = threading.Semaphore(0)
+        self.is_stopped = False
+
+    def run(self):
+        try:
+            for step in self.steps:  # all actors share this iterator
+                record = self.robot.take_turn(step, self.published["weights"])
+                self.arrivals.put((self, record))
+                if self.robot.args.utd or record["dones"]:
+                    self.may_continue.acquire()
+                if self.is_stopped:
+                    return
+        except BaseException as error:  # the learner raises it
+            self.arrivals.put((self, error))
+
+    def stop(self):
+        self.is_stopped = True
+        self.may_continue.release()
+        self.join()
 
 
 # --- evaluate ---
@@ -1206,13 +1247,6 @@ def select_obs(raw: dict, obs_shapes) -> dict[str, np.ndarray]:
     if not raw.keys() >= obs_shapes.keys():
         raise ValueError(f"found observations {sorted(raw)}: expected {[*obs_shapes]}")
     return {key: to_array(key, raw[key], shape) for key, shape in obs_shapes.items()}
-
-
-def hold_grippers(commands, last_commands):
-    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
-    or close"""
-    held = np.where(np.round(commands) == 0, last_commands, commands)
-    return held, int(((held < 0) != (last_commands < 0)).sum())
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
@@ -1784,41 +1818,7 @@ class Signals:
             signal.signal(number, handler)
 
 
-# --- threads and ranks ---
-class ActorThread(threading.Thread):
-    """Takes environment steps with the newest published weights, and hands their records over.
-
-    After a step it waits for the learner: the two take turns. With --utd 0 it waits only where an
-    episode ends, because the learner evaluates and saves there.
-    """
-
-    def __init__(self, robot, steps, published, arrivals):
-        super().__init__(daemon=True)
-        self.robot = robot
-        self.steps = steps
-        self.published = published
-        self.arrivals = arrivals
-        self.may_continue = threading.Semaphore(0)
-        self.is_stopped = False
-
-    def run(self):
-        try:
-            for step in self.steps:  # all actors share this iterator
-                record = self.robot.take_turn(step, self.published["weights"])
-                self.arrivals.put((self, record))
-                if self.robot.args.utd or record["dones"]:
-                    self.may_continue.acquire()
-                if self.is_stopped:
-                    return
-        except BaseException as error:  # the learner raises it
-            self.arrivals.put((self, error))
-
-    def stop(self):
-        self.is_stopped = True
-        self.may_continue.release()
-        self.join()
-
-
+# --- ranks ---
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
