@@ -5,23 +5,28 @@
 # ///
 """SAC with a discrete gripper, demonstrations and human interventions: HIL-SERL (arXiv:2410.21845).
 
-    fill demo_rb with demonstrations                              (read_demos or make_demos)
+    fill demo_rb with demonstrations              (start_run: from read_demos or make_demos)
     actor thread, for each environment step:                                  (Robot.take_turn)
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
     learner, for each transition that arrives:                                (main)
         store it in online_rb; a transition by the human also in demo_rb      (store)
-        `utd` times: draw a batch, a share `demo_ratio` of it from demo_rb    (sample_batch)
-            1 critics, 2 actor and temperature, 3 target networks             (agent.update)
+        `utd` times: draw a batch; `demo_ratio` of its rows are from demo_rb  (sample_batch)
+            1 critics                                                         (agent.update)
+            2 actor and temperature, in each `cta_ratio`-th update only
+            3 target networks
         publish a copy of the weights to the actor
 
 SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
-open. In the built-in environment an arm lifts a bar whose position only the image shows. Its
-scripted human trembles, makes mistakes, and moves at half the maximum speed. Imitation succeeds
-less often than this human. Reinforcement learning succeeds as often, in half as many steps
-(docs/sac_hybrid.md has the measurements).
+open. The Q function of the arm does not see this command: its values are averages over the commands
+in the data. The gripper explores only in the first --random-steps.
 
-wsrl_warmup.py has the same SAC. These parts are added here, each with its marker:
+In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
+human trembles, makes mistakes, and moves at half the maximum speed. Imitation succeeds less often
+than this human. Reinforcement learning succeeds as often, in half as many steps (docs/sac_hybrid.md
+has the measurements).
+
+wsrl_warmup.py has the same SAC. These parts are added here; a comment marks the places:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
     hybrid: grasp    - the critic of the gripper
     hybrid: cloning  - a behavior-cloning loss for the motion of the arm (--bc-weight)
@@ -29,16 +34,19 @@ wsrl_warmup.py has the same SAC. These parts are added here, each with its marke
 What differs from HIL-SERL:
 - There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
-- Actor and learner take turns (--utd). HIL-SERL is asynchronous, which is --utd 0 here.
-- The target bootstraps at a time limit. final_model.pth is the policy with the best evaluation.
+- Actor and learner take turns (--utd). HIL-SERL is asynchronous; --utd 0 does the same here.
+- The actor gets features that were computed before the step of the critics and of the encoder.
+- After a time limit the target includes the value of the next state. A data file without masks is
+  different: there the value of the next state is left out wherever an episode ended.
+- final_model.pth is the policy with the best evaluation.
 - The critics share the scale and bias of LayerNorm. HIL-SERL has no behavior-cloning loss.
 - The built-in human takes over at a random step, until the end of the episode. A real human takes
   over when the policy is about to fail.
 What differs from SAC (arXiv:1812.05905): the actor follows the mean of the critics instead of the
 minimum, the target of the critics has no entropy bonus, and the target entropy is -A/2.
 
-Shapes: N rows, D features, A action dims, C of them continuous, G grasps, E critics.
-A transition is stored as a numpy record. A grasp is the index of a command to all grippers.
+Shapes: N rows, D features, A action dims, C continuous ones of these, G grasps, E critics.
+A transition is stored as a numpy record. A grasp is one number for the commands to all grippers.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
@@ -130,9 +138,9 @@ class Args:
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
-    eval_episodes: int = 10  # episodes of an evaluation (0: none; the last policy is kept)
-    report_episodes: int = 50  # episodes that test the final model, other seeds (0: none)
-    capture_video: bool = True  # film three more episodes of the final model: policy.gif
+    eval_episodes: int = 10  # episodes per evaluation; the best policy is kept (0: the last)
+    report_episodes: int = 50  # other episodes, which test the final model (0: none)
+    capture_video: bool = True  # play three test episodes again and film them: policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
@@ -142,12 +150,12 @@ class Args:
     env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
     image_keys: list[str] = field(default_factory=list)  # observations the policy sees (none: all)
-    demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
+    demo_paths: list[str] = field(default_factory=list)  # .pkl or .npz files (none: --num-demos)
     failure_paths: list[str] = field(default_factory=list)  # failures: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
-    num_demos: int = 0  # demonstrations by this scripted human, without demo_paths
-    intervention_steps: int = 0  # its interventions become rarer, until this step
-    timeout_terminal: bool = False  # after a time limit, do not bootstrap from the next state
+    num_demos: int = 0  # demonstrations by the scripted human, without --demo-paths
+    intervention_steps: int = 0  # the human intervenes less and less, and never after this step
+    timeout_terminal: bool = False  # leave out the value of the next state after a time limit
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
@@ -171,29 +179,33 @@ class Args:
     backup_entropy: bool = False  # add the entropy bonus to the critic's target
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
-    demo_ratio: float = 0.5  # share of demonstrations in a batch
-    buffer_size: int = 200_000  # frames in a buffer; n transitions of an episode have n + 1
+    demo_ratio: float = 0.5  # share of demonstrations in a batch (0 while there are none)
+    buffer_size: int = 200_000  # frames in a buffer; an episode of n steps has n + 1 frames
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative")
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option}: must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
             "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
             "init_alpha",
         ):  # fmt: skip
             if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be 0")
+                raise ValueError(f"--{name.replace('_', '-')} 0: must be positive")
         for name in ("gamma", "tau", "demo_ratio"):
             if getattr(self, name) > 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1]")
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise ValueError(f"{option}: must be in [0, 1]")
         if self.num_sampled_critics > self.num_critics:
-            raise ValueError("--num-sampled-critics must be at most --num-critics")
+            raise ValueError(
+                f"--num-sampled-critics {self.num_sampled_critics}: must be at most --num-critics"
+            )
         if self.buffer_size < 2:
             raise ValueError(
-                "--buffer-size must be at least 2, because a transition has two frames"
+                f"--buffer-size {self.buffer_size}: must be at least 2, the frames of a transition"
             )
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
@@ -304,7 +316,7 @@ class ImageEncoder(nn.Module):  # hybrid: images
         columns = torch.linspace(-1, 1, width, device=x.device)
         mean_row = weights.sum(3) @ rows  # (N,16)
         mean_column = weights.sum(2) @ columns  # (N,16)
-        points = torch.cat([mean_row, mean_column], 1)  # (N,32)
+        points = torch.cat([mean_row, mean_column], 1)  # (N,32): 16 positions
         return torch.cat([points, self.embed(points)], 1)
 
 
@@ -409,7 +421,7 @@ class SACHybridAgent(nn.Module):
         self.make_networks(args or Args(), obs_shapes, device)
 
     def make_networks(self, args, obs_shapes, device):
-        """Make new weights and optimizers. `load` calls it again with the sizes of the file."""
+        """Make new weights and optimizers, also for `load`, which knows the sizes of the file."""
         torch.manual_seed(args.seed)
         self.args = args
         self.obs_shapes = obs_shapes
@@ -426,7 +438,7 @@ class SACHybridAgent(nn.Module):
             )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
         self.actor = mlp(encoder.dim, 2 * action_dim, args.hidden_size, args.layer_norm)
-        # `alpha` takes the softplus of this parameter, and here is its inverse.
+        # alpha() is the softplus of this parameter, so it starts at the inverse of softplus.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -440,7 +452,7 @@ class SACHybridAgent(nn.Module):
         return F.softplus(self.raw_alpha)  # stays positive
 
     def noise(self, like):
-        return torch.randn(like.shape).to(like)  # the same numbers on every device
+        return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
 
     def policy(self, features):
         """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
@@ -489,7 +501,8 @@ class SACHybridAgent(nn.Module):
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
         # 2 actor and temperature
-        # These features are one gradient step old. A second pass through the encoder would be slow.
+        # The encoder has changed since it computed these features, and qf below is already the new
+        # one. The exact way is a second pass through the encoder, which takes more time.
         actor_losses = {}
         if train_actor:
             features = features.detach()
@@ -595,14 +608,14 @@ class SACHybridAgent(nn.Module):
 
 # --- buffer ---
 # A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
-RESULTS = ("success_rate", "episodic_return", "episodic_length")  # from the start of the episode
+RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode so far
 SCALARS = (
     "rewards",
     "masks",  # 0 where the episode terminated
-    "dones",  # 1 where the episode ended, by a time limit, too
+    "dones",  # 1 where the episode ended, also by a time limit
     "grasp_penalty",
     "interventions",  # 1 if a human replaced the action
-    "takeovers",  # 1 on the first of such steps
+    "takeovers",  # 1 on the first step of an intervention
     "demos",  # 1 in a demonstration
     "ranks",  # rank of the process that acted
     *RESULTS,
@@ -620,10 +633,12 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frames are numbered in the order in which they are written. Frame n is in slot n % capacity,
-    with the transition that ends there. `starts` has the number of the frame where this transition
-    starts, or -1 if the frame is the first of an episode. With capacity 4, the episodes a -> b -> c
-    and then d -> e are stored so:
+    Frames are numbered in the order in which they are written. Frame n is in slot n % capacity. A
+    transition lives in the slot of its last frame: `next_obs` there is this frame, and the action
+    and the reward are those that led to it. `starts` there is the number of its first frame, which
+    `next_obs` of another slot has. At the first frame of an episode
+    no transition ends, and `starts` is -1.
+    With capacity 4, this is the ring after the episodes a -> b -> c and d -> e:
 
         frame number   0    1    2    3    4
         frame          a    b    c    d    e     e overwrites a, in slot 0
@@ -639,11 +654,14 @@ class FrameBuffer:
         self.starts = np.full(capacity, -1)
         self.num_frames = 0  # written so far
         self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
+        self.known_ends = None  # of `ends`, until the next frame is written
 
     def ends(self):
-        """The slots where a transition ends whose first frame is still in the ring"""
-        oldest = max(0, self.num_frames - len(self.slots))
-        return np.flatnonzero(self.starts >= oldest)  # a start of -1 never is
+        """The slots of the transitions whose first frame is still in the ring"""
+        if self.known_ends is None:
+            oldest = max(0, self.num_frames - len(self.slots))
+            self.known_ends = np.flatnonzero(self.starts >= oldest)  # never a start of -1
+        return self.known_ends
 
     def __len__(self):
         return len(self.ends())
@@ -652,8 +670,9 @@ class FrameBuffer:
         return self.slots["next_obs"][numbers % len(self.slots)]
 
     def write_frame(self, frame, record, start) -> int:
+        self.known_ends = None
         slot = self.num_frames % len(self.slots)
-        self.slots[slot] = record[self.columns]
+        self.slots[slot] = record[self.columns]  # of a first frame, only the next line is read
         self.slots["next_obs"][slot] = frame
         self.starts[slot] = start
         self.num_frames += 1
@@ -677,7 +696,7 @@ class FrameBuffer:
 
 
 def store(record, online_rb, demo_rb):
-    """A transition by the human is experience, and it is a demonstration, too."""
+    """A transition by the human goes into both buffers."""
     if not record["demos"]:
         online_rb.insert(record)
     if record["demos"] or record["interventions"]:
@@ -719,7 +738,8 @@ def random_numbers(seed, purpose: str, number):
 
 
 def sample_batch(agent, online_rb, demo_rb) -> dict:
-    """Draw online rows first, then demonstrations. The draws depend on (seed, update) only."""
+    """Draw online rows first, then demonstrations. The seed and the number of the update fix the
+    random numbers."""
     args = agent.args
     layout = agent.layout
     rng = random_numbers(args.seed, "batch", agent.updates)
@@ -737,13 +757,20 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     batch = to_tensors(slots, agent.raw_alpha.device)
     batch["obs"] = to_tensors(frames, agent.raw_alpha.device)
     batch["is_demo"] = torch.arange(len(slots), device=agent.raw_alpha.device) >= num_online
-    if layout.num_grippers:  # hybrid: grasp; only continuous dims enter Q(s,a)
+    if layout.num_grippers:  # hybrid: grasp; Q(s,a) gets the continuous dims only
         batch["grasps"] = layout.grasp_index(batch["actions"][:, layout.gripper])
         batch["actions"] = batch["actions"][:, layout.continuous]
     return batch
 
 
 # --- rollout ---
+def hold_grippers(commands, last_commands):
+    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
+    or close"""
+    held = np.where(np.round(commands) == 0, last_commands, commands)
+    return held, int(((held < 0) != (last_commands < 0)).sum())
+
+
 class Interface:
     """What a policy sees of a robot, and what it can do. In this script actions are in [-1,1]."""
 
@@ -782,6 +809,10 @@ class Robot(Interface):
         if not self.takes_seed:
             print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)
+        unknown = sorted(set(args.image_keys) - first_obs.keys())
+        if unknown:
+            found = ", ".join(sorted(first_obs))
+            sys.exit(f"--image-keys {' '.join(unknown)}: the environment has {found}")
         any_shape = dict.fromkeys(args.image_keys or sorted(first_obs))
         first_obs = select_obs(first_obs, any_shape)
         obs_shapes = {key: value.shape for key, value in first_obs.items()}
@@ -809,7 +840,7 @@ class Robot(Interface):
         """Make one step of the environment.  -> its record, with the action of the human if there
         was one"""
         # 1 "stay" repeats the last command of the gripper
-        grippers = self.layout.gripper
+        grippers = self.layout.gripper  # hybrid: grasp
         executed = action.copy()
         executed[grippers], _ = hold_grippers(action[grippers], self.last_commands)
 
@@ -821,6 +852,7 @@ class Robot(Interface):
         if is_human:
             human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
             action = self.normalize("intervene_action", human_action)
+        # Here `action` is what the human did, if there was one.
         self.last_commands, num_toggles = hold_grippers(action[grippers], self.last_commands)
         self.rewards.append(to_array("reward", reward, (1,)).item())
 
@@ -883,17 +915,51 @@ def explore(agent, obs, step, rng) -> np.ndarray:
     layout = agent.layout
     if step < agent.args.random_steps:
         action = rng.uniform(-1, 1, layout.action_dim).astype(np.float32)
-        action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)
+        action[layout.gripper] = rng.integers(-1, 2, layout.num_grippers)  # hybrid: grasp
         return action
     if agent.args.algorithm == "bc":  # no loss has trained the standard deviation
         return agent.act(obs)
     return agent.act(obs, torch.from_numpy(rng.standard_normal(len(layout.continuous), np.float32)))
 
 
+class ActorThread(threading.Thread):
+    """Takes environment steps with the newest published weights, and hands their records over.
+
+    After a step it waits for the learner: the two take turns. With --utd 0 it waits only where an
+    episode ends, because the learner evaluates and saves there.
+    """
+
+    def __init__(self, robot, steps, published, arrivals):
+        super().__init__(daemon=True)
+        self.robot = robot
+        self.steps = steps
+        self.published = published
+        self.arrivals = arrivals
+        self.may_continue = threading.Semaphore(0)
+        self.is_stopped = False
+
+    def run(self):
+        try:
+            for step in self.steps:  # all actors share this iterator
+                record = self.robot.take_turn(step, self.published["weights"])
+                self.arrivals.put((self, record))
+                if self.robot.args.utd or record["dones"]:
+                    self.may_continue.acquire()
+                if self.is_stopped:
+                    return
+        except BaseException as error:  # the learner raises it
+            self.arrivals.put((self, error))
+
+    def stop(self):
+        self.is_stopped = True
+        self.may_continue.release()
+        self.join()
+
+
 # --- evaluate ---
 def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
-    """Play the mean action in the same episodes in every run. Do not count an episode in which a
-    human acted."""
+    """Play the mean action in the episodes of these seeds, the same in every run if reset() takes a
+    seed. Do not count an episode in which a human acted."""
     if num_episodes == 0:
         return {}
     results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
@@ -940,13 +1006,14 @@ def main(args: Args) -> dict[str, float]:
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
     demo_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
+    # start_run wrote the demonstrations to this file. A resumed run has its transitions there, too.
     for record in read_records(run.dir / "records.bin", robots[0].record_dtype):
         store(record, online_rb, demo_rb)
     record_file = open(run.dir / "records.bin", "ab")
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
 
-    published = {"weights": agent.acting_weights()}
+    published = {"weights": agent.acting_weights()}  # the actors read the newest entry
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
     actors = [ActorThread(robot, steps, published, arrivals) for robot in robots]
@@ -956,27 +1023,33 @@ def main(args: Args) -> dict[str, float]:
     metrics = {}
     is_eval_due = progress.global_step == 0  # evaluate after the first episode
     is_save_due = False
+    num_unread = 0  # records that had arrived after the last free update, less those read since
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
     while progress.global_step < args.max_steps:
-        # 1 receive a transition; with --utd 0 update until one arrives
+        # 1 receive a transition. With --utd 0 update until one arrives. If several arrive at once,
+        # read them all before the next update; a fast environment cannot prevent that update.
         start_time = time.time()
-        if args.utd == 0 and progress.global_step > args.training_starts:
+        is_free = args.utd == 0 and progress.global_step > args.training_starts
+        if is_free and num_unread <= 0:
+            learn(agent, online_rb, demo_rb, progress)
             while arrivals.empty():
                 learn(agent, online_rb, demo_rb, progress)
+            num_unread = arrivals.qsize()
         waiting_since = time.time()
         actor, record = arrivals.get()
+        num_unread -= 1
         rollout_time = time.time() - waiting_since
         if isinstance(record, BaseException):
             save_run(run, agent, progress, record_file)  # keep what was learned
             raise record
         progress.global_step += 1
         is_last = progress.global_step == args.max_steps
-        episode_ended = record["dones"] > 0  # the actor waits for `may_continue`
+        episode_ended = record["dones"] > 0  # then the actor waits: ActorThread.may_continue
         store(record, online_rb, demo_rb)
         record_file.write(record.tobytes())
         progress.human_steps += int(record["interventions"])
         progress.human_takeovers += int(record["takeovers"])
-        if episode_ended:
+        if episode_ended:  # its success may be due to a human, who also acts in these episodes
             progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
 
         # 2 update `utd` times, and publish the weights
@@ -1037,7 +1110,7 @@ def main(args: Args) -> dict[str, float]:
     for actor in actors:
         actor.stop()
     if progress.global_step < args.max_steps:
-        print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+        print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
     else:
         metrics |= finish_run(args, run, agent, robots[0], progress, save_dir)
     for robot in robots:
@@ -1053,7 +1126,7 @@ def learn(agent, online_rb, demo_rb, progress):
     if args.algorithm == "bc":
         stats = agent.update_bc(batch)
     else:
-        train_actor = (agent.updates + 1) % args.cta_ratio == 0
+        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds this 1
         stats = agent.update(batch, train_actor)
     stats = {f"losses/{name}": value for name, value in stats.items()}
     stats["buffer/demo_rows"] = batch["is_demo"].sum()
@@ -1066,7 +1139,8 @@ def keep_best(progress, agent, row):
     if not row:
         return
     score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
-    if score >= progress.best_score:  # of lists: their first difference decides
+    # Python compares lists by the first entry that differs. The empty list is less than any other.
+    if score >= progress.best_score:
         progress.best_score = score
         progress.best_agent = agent.checkpoint()
 
@@ -1118,7 +1192,7 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
         run.log({"global_step": progress.global_step} | report)
         report = run.rows[-1]
     panels = {
-        "success rate": ["charts/success_rate", "eval/success_rate"],
+        "success rate": ["charts/success_rate", "eval/success_rate"],  # with and without the human
         "environment steps to success": ["eval/steps_to_success"],
         "share of steps by the human": ["charts/intervention_rate"],
         "mean Q value (discounted return)": ["losses/q_values"],
@@ -1127,6 +1201,7 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     if args.capture_video and args.report_episodes:
         write_video(run.dir / "policy.gif", robot, agent)
 
+    # the first evaluation -> the report, or else the best evaluation
     rates = [row["eval/success_rate"] for row in run.rows if "eval/success_rate" in row][:1]
     if report:
         rates.append(report["report/success_rate"])
@@ -1156,11 +1231,24 @@ def make_env(args: Args):
     if ".py:" in args.env_id:
         path, _, name = args.env_id.rpartition(":")
         action_dim = 6 * num_arms + num_grippers
-        env = runpy.run_path(path)[name](list(args.image_keys or ["image"]), action_dim)
+        if not Path(path).is_file():
+            sys.exit(f"--env-id {args.env_id}: there is no file {path}")
+        env_class = runpy.run_path(path).get(name)
+        if env_class is None:
+            sys.exit(f"--env-id {args.env_id}: there is no class {name} in {path}")
+        arguments = [list(args.image_keys or ["image"]), action_dim]
+        try:
+            inspect.signature(env_class).bind(*arguments)
+        except TypeError:
+            sys.exit(f"--env-id {args.env_id}: {name} must take (image_keys, action_dim)")
+        env = env_class(*arguments)
         if not hasattr(env, "action_space"):
             env.action_space = gym.spaces.Box(-1, 1, (action_dim,))
     else:
-        env = gym.make(args.env_id)
+        try:
+            env = gym.make(args.env_id)
+        except gym.error.Error as error:
+            sys.exit(f"--env-id {args.env_id}: {error}")
         if "rgb_array" in env.metadata.get("render_modes", []):
             env.close()
             env = gym.make(args.env_id, render_mode="rgb_array")
@@ -1172,10 +1260,11 @@ def make_env(args: Args):
         or len(space.low) % num_arms
         or (space.low == space.high).any()
     ):
-        expected = f"a bounded Box for {num_arms} arms with low < high"
-        sys.exit(f"{args.env_id} has actions {space}: expected {expected}")
+        expected = "a bounded Box with low < high" + ", in two equal halves" * (num_arms == 2)
+        sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
     if len(space.low) <= num_grippers:
-        sys.exit(f"{args.env_id}: --setup-mode {args.setup_mode} leaves no continuous action")
+        where = f"--env-id {args.env_id} --setup-mode {args.setup_mode}"
+        sys.exit(f"{where}: of {len(space.low)} action dims this leaves no continuous action")
     return env
 
 
@@ -1204,17 +1293,10 @@ def as_dict(raw) -> dict:
 
 
 def select_obs(raw: dict, obs_shapes) -> dict[str, np.ndarray]:
-    """The part of an observation that the policy sees. A shape of None admits every shape."""
+    """The part of an observation that the policy sees. With None any shape is right."""
     if not raw.keys() >= obs_shapes.keys():
         raise ValueError(f"found observations {sorted(raw)}: expected {[*obs_shapes]}")
     return {key: to_array(key, raw[key], shape) for key, shape in obs_shapes.items()}
-
-
-def hold_grippers(commands, last_commands):
-    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
-    or close"""
-    held = np.where(np.round(commands) == 0, last_commands, commands)
-    return held, int(((held < 0) != (last_commands < 0)).sum())
 
 
 def has_succeeded(rewards, terminated, info=()) -> bool:
@@ -1468,7 +1550,8 @@ def read_obs(transition, name, obs_shapes):
 
 
 def read_transition(transition: dict, robot, grasp_penalty) -> np.ndarray:
-    """Convert a transition of a file, which may have masks and penalties.  -> record"""
+    """Convert a transition of a file. Without masks the value after every end of an episode is left
+    out, also after a time limit. Without penalties they are computed.  -> record"""
     record = np.zeros((), robot.record_dtype)
     record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
     record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
@@ -1482,11 +1565,11 @@ def read_transition(transition: dict, robot, grasp_penalty) -> np.ndarray:
     return record
 
 
-def read_demos(paths, robot) -> list[np.ndarray]:
+def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
     """Read .pkl and .npz files, whose actions are in the units of the environment.  -> records"""
     records = []
     for path in paths:
-        place = "as a whole"
+        place = path
         try:
             transitions = read_transitions(path)
             size = len(transitions) * robot.record_dtype.itemsize
@@ -1498,7 +1581,7 @@ def read_demos(paths, robot) -> list[np.ndarray]:
             open_grippers = np.ones(robot.layout.num_grippers)
             last_commands = open_grippers
             for row, transition in enumerate(transitions):
-                place = f"row {row}"
+                place = f"{path}, row {row}"
                 commands = robot.normalize("actions", transition["actions"])[robot.layout.gripper]
                 last_commands, num_toggles = hold_grippers(commands, last_commands)
                 record = read_transition(transition, robot, GRASP_PENALTY * num_toggles)
@@ -1506,7 +1589,12 @@ def read_demos(paths, robot) -> list[np.ndarray]:
                     last_commands = open_grippers
                 records.append(record)
         except Exception as error:  # a damaged file can raise any type
-            sys.exit(f"data file {path}, {place}: {type(error).__name__}: {error}")
+            reason = str(error)
+            if isinstance(error, FileNotFoundError):
+                reason = "there is no such file"
+            elif not isinstance(error, ValueError | pickle.UnpicklingError):
+                reason = f"{type(error).__name__}: {error}"
+            sys.exit(f"{option} {place}: {reason}")
     return records
 
 
@@ -1518,7 +1606,7 @@ def read_records(path, record_dtype):
 
 
 def check_memory(num_bytes):
-    """Refuse at the start what does not fit. A buffer takes its memory only while it fills up."""
+    """Stop at the start if the buffers do not fit. They take their memory only as they fill up."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -1557,7 +1645,8 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
 
 
 def write_video(path, robot, agent):
-    """A GIF of three episodes: the policy, beside the scripted human if there is one"""
+    """A GIF of the first three test episodes: the policy, beside the scripted human if there is
+    one"""
     from PIL import Image
 
     if isinstance(robot, RemoteRobot):
@@ -1709,12 +1798,12 @@ def parse_args() -> Args:
     if is_resumed:
         saved = json.loads(path.read_text(encoding="utf-8"))
         options = {name: saved[name] for name in vars(Args()) if name in saved}
+    defaults = Args()
+    for name, value in options.items():
+        setattr(defaults, name, value)  # Args checks them below, together with the typed options
+    args = tyro.cli(Args, description=__doc__, default=defaults)
     if os.environ.get("RANK", "0") == "0":  # only one process of torchrun prints
         print(f"defaults {f'of {path}' if is_resumed else f'for {typed.env_id}'}: {options}")
-    defaults = Args()
-    for name, value in options.items():  # without a check: a typed option may replace a bad one
-        setattr(defaults, name, value)
-    args = tyro.cli(Args, description=__doc__, default=defaults)
     for name, value in options.items():
         if not is_resumed or name == "resume" or getattr(args, name) == value:
             continue
@@ -1748,7 +1837,7 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
         run = Run(args)
         return run, load_run(run, agent)
     # A data file that cannot be used ends the run here, before it has a folder.
-    failures = read_demos(args.failure_paths, robot)
+    failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
     for record in demos:
         record["demos"] = 1
@@ -1769,7 +1858,8 @@ def save_run(run, agent, progress, record_file):
 
 def load_run(run, agent) -> Progress:
     """Restore the agent, the logged rows and records.bin, which a kill may have left too long."""
-    device = agent.raw_alpha.device  # the losses since the last logged line are there, too
+    # The file also has the losses since the last logged line, as tensors on this device.
+    device = agent.raw_alpha.device
     state = torch.load(run.dir / "latest.pth", map_location=device, weights_only=True)
     agent.restore(state["agent"])
     run.rows = state["rows"]
@@ -1804,41 +1894,7 @@ class Signals:
             signal.signal(number, handler)
 
 
-# --- threads and ranks ---
-class ActorThread(threading.Thread):
-    """Takes environment steps with the newest published weights, and hands their records over.
-
-    After a step it waits for the learner: the two take turns. With --utd 0 it waits only where an
-    episode ends, because the learner evaluates and saves there.
-    """
-
-    def __init__(self, robot, steps, published, arrivals):
-        super().__init__(daemon=True)
-        self.robot = robot
-        self.steps = steps
-        self.published = published
-        self.arrivals = arrivals
-        self.may_continue = threading.Semaphore(0)
-        self.is_stopped = False
-
-    def run(self):
-        try:
-            for step in self.steps:  # all actors share this iterator
-                record = self.robot.take_turn(step, self.published["weights"])
-                self.arrivals.put((self, record))
-                if self.robot.args.utd or record["dones"]:
-                    self.may_continue.acquire()
-                if self.is_stopped:
-                    return
-        except BaseException as error:  # the learner raises it
-            self.arrivals.put((self, error))
-
-    def stop(self):
-        self.is_stopped = True
-        self.may_continue.release()
-        self.join()
-
-
+# --- ranks ---
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 

@@ -336,7 +336,13 @@ def test_hostile_pickles_do_nothing(tmp_path):
         armed[0] = False
     assert not canary.exists() and not events, events[:3]
     path.write_bytes(pickle.dumps([Evil(os.system, "true")]))
-    refused(path, "posix.system")  # the message says what it named
+    refused(path, "--demo-paths", "posix.system")  # the message says what it named
+
+
+def test_a_missing_file_is_named_with_its_option(tmp_path):
+    path = tmp_path / "none.pkl"
+    with pytest.raises(SystemExit, match="^--failure-paths .*none.pkl: there is no such file$"):
+        read_demos([str(path)], ROBOT, "--failure-paths")
 
 
 def test_mutations_are_read_or_refused(tmp_path):

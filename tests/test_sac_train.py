@@ -1,5 +1,6 @@
 """sac_hybrid.py as a whole: environments, the human, threads, faults, resume, pictures, the command line."""
 
+import itertools
 import json
 import pickle
 import re
@@ -360,7 +361,7 @@ def test_success_in_the_words_of_hil_serl(tmp_path):
 def test_observations_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"depth is float32 \(32, 32\): .*images are uint8"):
         Robot(own(tmp_path, "Depth"))
-    with pytest.raises(ValueError, match=r"found observations \['image', 'proprio'\]"):
+    with pytest.raises(SystemExit, match="--image-keys wrist: the environment has image, proprio"):
         Robot(own(tmp_path, "Polite", image_keys=["wrist"]))
     robot = Robot(own(tmp_path, "Chunked"))
     assert robot.obs_shapes == {"image": (8, 8, 3), "proprio": (2,)}
@@ -421,6 +422,18 @@ def test_a_gymnasium_environment_with_box_observations(tmp_path):
     assert metrics["report/episodic_length"] == 200 and metrics["charts/updates"] == 20
     with pytest.raises(SystemExit, match="Discrete"):
         Robot(Args(env_id="CartPole-v1"))
+
+
+def test_an_environment_that_cannot_be_made_is_named_with_its_option(tmp_path):
+    (tmp_path / "bare.py").write_text("class Bare:\n    pass\n")
+    for env_id, reason in (
+        (f"{tmp_path}/none.py:Bare", "there is no file"),
+        (f"{tmp_path}/bare.py:Bear", "there is no class Bear"),
+        (f"{tmp_path}/bare.py:Bare", "Bare must take"),
+        ("Foo-v0", "Foo"),
+    ):
+        with pytest.raises(SystemExit, match=f"^--env-id {re.escape(env_id)}: .*{reason}"):
+            Robot(Args(env_id=env_id, setup_mode="single-arm-fixed-gripper"))
 
 
 def test_a_gripper_needs_another_action_dim():
@@ -576,6 +589,34 @@ def test_a_free_running_learner_does_not_hold_up_the_arm(tmp_path, monkeypatch):
     assert metrics["buffer/online_size"] == 40
 
 
+def test_a_fast_environment_does_not_prevent_the_updates(tmp_path, monkeypatch):
+    """Here another record always waits. The queue of the learner is never seen empty."""
+    monkeypatch.setattr(sac_hybrid.queue.Queue, "empty", lambda queue: False)
+    updates = []  # at each record that is stored
+    store = sac_hybrid.store
+
+    def count(*args):
+        updates.append(agents[0].updates)
+        store(*args)
+
+    agents = []
+    make_agent = Robot.make_agent
+
+    def remember(robot, device):
+        agent = make_agent(robot, device)
+        if hasattr(robot, "acting_agent"):  # not the copy that acts
+            agents.append(agent)
+        return agent
+
+    monkeypatch.setattr(Robot, "make_agent", remember)
+    monkeypatch.setattr(sac_hybrid, "store", count)
+    metrics = main(own(tmp_path, "Polite", max_steps=40, utd=0.0))
+    assert len(updates) == 40 and updates[5] == 0
+    # An episode has ten steps, and the actor waits at its end: each episode brings an update.
+    assert all(later > earlier for earlier, later in itertools.pairwise(updates[9::10]))
+    assert 4 <= metrics["charts/updates"] <= 34  # at most one for each record after the fifth
+
+
 def test_published_weights_are_a_copy():
     agent = sac_hybrid.SACHybridAgent(["image"], 6, 3)
     published = agent.acting_weights()
@@ -708,17 +749,18 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path):
 
 def test_ctrl_c_saves_and_resumes(tmp_path):
     run = tmp_path / "run"
+    # So many steps that the signal comes in time, however busy the machine is
     process = subprocess.Popen(
-        [*COMMAND, "--max-steps", "120", "--run-dir", run], stdout=subprocess.PIPE, text=True
+        [*COMMAND, "--max-steps", "100000", "--run-dir", run], stdout=subprocess.PIPE, text=True
     )
     while not (run / "metrics.jsonl").exists() or not rows(run):
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
     assert "stopped and saved" in process.communicate(timeout=120)[0] and process.returncode == 0
-    assert torch.load(run / "latest.pth")["progress"]["global_step"] < 120
-    main(Args(**TINY | dict(max_steps=120), run_dir=str(run), resume=True))
-    main(Args(**TINY | dict(max_steps=120), run_dir=str(tmp_path / "whole")))
+    steps = torch.load(run / "latest.pth")["progress"]["global_step"] + 40
+    main(Args(**TINY | dict(max_steps=steps), run_dir=str(run), resume=True))
+    main(Args(**TINY | dict(max_steps=steps), run_dir=str(tmp_path / "whole")))
     assert rows(run) == rows(tmp_path / "whole")
     with pytest.raises(SystemExit, match="never overwritten"):
         main(Args(**TINY, run_dir=str(run)))
@@ -947,3 +989,11 @@ def test_options_that_make_no_sense():
     for name in ("augment-pad", "seed", "num-demos"):
         with pytest.raises(ValueError, match=name):
             Args(**{name.replace("-", "_"): -1})
+    for options, message in (
+        (dict(max_steps=0), "--max-steps 0: must be positive"),
+        (dict(gamma=1.5), "--gamma 1.5: must be in [0, 1]"),
+        (dict(lr=float("inf")), "--lr inf: must be finite and not negative"),
+        (dict(buffer_size=1), "--buffer-size 1: must be at least 2"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Args(**options)
