@@ -1286,7 +1286,8 @@ def check_v2_args(args: Args):
             f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
             f"are too few; {args.num_parts()} are needed, one for each micro-batch"
         )
-    needs_file = args.replay_from and not args.resume  # a resumed run has read it
+    goes_on = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
+    needs_file = args.replay_from and not goes_on  # a run that goes on has it in its buffer
     if needs_file and not Path(args.replay_from).is_file():
         raise ValueError(f"--replay-from: there is no file {args.replay_from}")
     if needs_file and not Path(args.replay_from).stat().st_size:
