@@ -666,8 +666,8 @@ class ReplayBuffer:
             odds = self.rows["priority"]
         if args.priority_age_tau is not None:
             ages = iteration - self.rows["birth"]
-            odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
-        odds = odds * may_draw
+            odds = odds * (-ages / args.priority_age_tau).exp()
+        odds = odds.clamp(min=1e-300) * may_draw  # a large age or alpha would underflow to 0
         odds = odds / odds.sum()
         indices = odds.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)

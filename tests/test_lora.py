@@ -21,6 +21,7 @@ from conftest import (
     weights,
 )
 
+import het_grpo
 import ppo_v1
 import ppo_v2
 
@@ -82,6 +83,19 @@ def test_the_reference_is_the_model_that_the_adapters_were_added_to(options, tmp
         torch.testing.assert_close(ref_logprobs, expected, atol=tolerance, rtol=0)
         moved = (ref_logprobs - batch["logprobs"]).abs().max()
         assert moved < 1e-5 if iteration == 1 else moved > 0.1
+
+
+@pytest.mark.parametrize("script", [ppo_v1, het_grpo], ids=["v1", "het"])
+def test_the_head_keeps_its_float32_weights(script):
+    """Everything else of the frozen model is rounded to bfloat16."""
+    lm = ppo_v1.make_tiny_lm(ppo_v1.make_tiny_tokenizer())
+    expected = lm.lm_head.weight.detach().clone()
+    assert not torch.equal(expected, expected.bfloat16().float()), "for this test to mean something"
+    policy = ppo_v1.PolicyWithValue(lm, torch.tensor([1]), 1.0)
+    script.add_adapters(policy, ppo_v1.Args(**IN_BF16))
+    base = policy.lm.get_base_model()
+    assert torch.equal(base.lm_head.weight, expected)
+    assert base.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def make_gpt2(folder):

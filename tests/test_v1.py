@@ -32,6 +32,7 @@ from conftest import (
 )
 from torch import tensor
 
+import het_grpo
 import ppo
 import ppo_v1
 import ppo_v2
@@ -106,6 +107,31 @@ def test_best_and_final_folders_score_what_was_logged(tmp_path):
     for name, score in (("best", max(scores)), ("final_model", scores[-1])):
         run(ppo_v1, tmp_path / name, model_name=str(tmp_path / "run" / name), num_iterations=1)
         assert metrics_without_times(tmp_path / name)[0]["eval/score"] == score
+
+
+@pytest.mark.parametrize("script", [ppo_v1, ppo_v2, het_grpo], ids=["v1", "v2", "het"])
+def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path):
+    """Weights are written before the tokenizer: the process dies between the two."""
+    tokenizer = ppo_v1.make_tiny_tokenizer()
+    lm = ppo_v1.make_tiny_lm(tokenizer)
+    policy = ppo_v1.PolicyWithValue(lm, tensor([1]), 1.0)
+    folder = tmp_path / "best"
+    script.save_model(policy, tokenizer, folder)
+    before = weights(tmp_path, "best")
+
+    class Dying:
+        def save_pretrained(self, folder):
+            raise KeyboardInterrupt
+
+    with torch.no_grad():
+        policy.lm.lm_head.weight += 1
+    with pytest.raises(KeyboardInterrupt):
+        script.save_model(policy, Dying(), folder)
+    assert same(weights(tmp_path, "best"), before)
+    script.save_model(policy, tokenizer, folder)
+    assert not same(weights(tmp_path, "best"), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == tokenizer.eos_token
 
 
 # --- checkpoint ---
