@@ -76,6 +76,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -1911,15 +1912,18 @@ def drop_lines_after(global_step: int, path: Path):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder."""
+    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
         if hasattr(lm, "peft_config"):  # v1: lora
             lm, lm_state = merge_adapters(lm)
-        lm.save_pretrained(folder, state_dict=lm_state)
-        tokenizer.save_pretrained(folder)
+        new_folder = folder.with_name(folder.name + ".tmp")
+        lm.save_pretrained(new_folder, state_dict=lm_state)
+        tokenizer.save_pretrained(new_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new_folder, folder)
 
 
 class Signals:

@@ -44,6 +44,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -1286,15 +1287,18 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder."""
+    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
         if hasattr(lm, "peft_config"):  # v1: lora
             lm, lm_state = merge_adapters(lm)
-        lm.save_pretrained(folder, state_dict=lm_state)
-        tokenizer.save_pretrained(folder)
+        new_folder = folder.with_name(folder.name + ".tmp")
+        lm.save_pretrained(new_folder, state_dict=lm_state)
+        tokenizer.save_pretrained(new_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new_folder, folder)
 
 
 class Signals:
