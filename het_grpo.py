@@ -1586,10 +1586,11 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
+        # copied before the rounding, because it may share its weights with the embedding
+        float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
-        # a float32 copy, because the LM head may share its weights with the embedding
-        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+        lm.set_output_embeddings(float32_head)
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
