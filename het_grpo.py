@@ -1866,8 +1866,8 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    if rank() == 0:
-        # With LoRA the frozen weights are those of the model that the run starts from.
+    if rank() == 0:  # on the others both are empty
+        # v1: lora: the frozen weights are those of the model that the run starts from
         policy_state = {name: policy_state[name] for name in trained_weights(policy)}
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
@@ -1985,7 +1985,11 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
+    """FSDP2. Weights stay unsharded until the backward pass.
+
+    With reshard_after_forward=True every forward pass would gather them, and every rank would have
+    to make the same number of passes. But ranks sample different numbers of tokens.
+    """
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)

@@ -1224,12 +1224,11 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    # v1: lora: the frozen weights are those of the model that the run starts from
-    trained = trained_weights(policy)
-    policy_state = {name: x for name, x in policy_state.items() if name in trained}
-    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
-    saved["kl_coef_option"] = args.kl_coef
-    if rank() == 0:
+    if rank() == 0:  # on the others both are empty
+        # v1: lora: the frozen weights are those of the model that the run starts from
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        saved["kl_coef_option"] = args.kl_coef
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
@@ -1371,7 +1370,11 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
+    """FSDP2. Weights stay unsharded until the backward pass.
+
+    With reshard_after_forward=True every forward pass would gather them, and every rank would have
+    to make the same number of passes. But ranks sample different numbers of tokens.
+    """
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)

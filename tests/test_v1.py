@@ -17,6 +17,7 @@ from conftest import (
     REPLAY,
     ROOT,
     TINY_LM,
+    assert_checkpoints_have_the_same_weights,
     assert_nearly_the_same,
     assert_same_run,
     at_call,
@@ -427,14 +428,15 @@ def test_bf16_samples_in_one_autocast_and_keeps_heads_in_float32(tmp_path, monke
 # --- ranks ---
 @pytest.mark.parametrize(
     "script, extra, fsdp",
-    [(ppo_v1, {}, False), (ppo_v1, {}, True), (ppo_v2, EXTRA, False)],
-    ids=["v1", "v1 fsdp", "v2"],
+    [(ppo_v1, {}, False), (ppo_v1, {}, True), (ppo_v2, EXTRA, False), (ppo_v2, EXTRA, True)],
+    ids=["v1", "v1 fsdp", "v2", "v2 fsdp"],
 )
 def test_two_ranks_make_the_update_of_one(script, extra, fsdp, tmp_path):
     options = extra | dict(num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-4)
     run(script, tmp_path / "one", **options)
     assert two_ranks(lambda rank: run(script, tmp_path / "two", fsdp=fsdp, **options)) == [0, 0]
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    assert_checkpoints_have_the_same_weights(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(tmp_path):
