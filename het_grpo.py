@@ -71,6 +71,8 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import inspect
+import io
 import json
 import math
 import os
@@ -82,6 +84,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -1738,6 +1741,21 @@ class Run:
 
 
 # --- command line ---
+@contextmanager
+def titled_help():
+    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    captured = io.StringIO()
+    try:
+        with redirect_stdout(captured):
+            yield
+    finally:
+        text = captured.getvalue()
+        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            option = rf"\n  --{first.replace('_', '-')}[ ,]"
+            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        print(text, end="")
+
+
 POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
     group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
     num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
@@ -2037,6 +2055,8 @@ def gather_objects(mine) -> list:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    with titled_help():
+        args = parse_args()
+    main(args)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -32,6 +32,8 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 """
 
 import copy
+import inspect
+import io
 import json
 import math
 import os
@@ -40,6 +42,7 @@ import re
 import runpy
 import sys
 import time
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -829,5 +832,23 @@ class Run:
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+# --- command line ---
+@contextmanager
+def titled_help():
+    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    captured = io.StringIO()
+    try:
+        with redirect_stdout(captured):
+            yield
+    finally:
+        text = captured.getvalue()
+        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            option = rf"\n  --{first.replace('_', '-')}[ ,]"
+            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        print(text, end="")
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    with titled_help():
+        args = tyro.cli(Args, description=__doc__)
+    main(args)

@@ -38,6 +38,8 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 
 import copy
 import importlib.util
+import inspect
+import io
 import json
 import math
 import os
@@ -48,6 +50,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -1183,6 +1186,21 @@ class Run:
 
 
 # --- command line ---
+@contextmanager
+def titled_help():
+    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    captured = io.StringIO()
+    try:
+        with redirect_stdout(captured):
+            yield
+    finally:
+        text = captured.getvalue()
+        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            option = rf"\n  --{first.replace('_', '-')}[ ,]"
+            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        print(text, end="")
+
+
 # v1: checkpoint
 @dataclass
 class ResumeArgs:
@@ -1425,6 +1443,8 @@ def gather_rows(batch: dict, args) -> dict:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    with titled_help():
+        args = parse_args()
+    main(args)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -56,12 +56,14 @@ import os
 import pickle
 import pickletools
 import queue
+import re
 import runpy
 import signal
 import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -1647,6 +1649,21 @@ class Run:
 
 
 # --- command line ---
+@contextmanager
+def titled_help():
+    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    captured = io.StringIO()
+    try:
+        with redirect_stdout(captured):
+            yield
+    finally:
+        text = captured.getvalue()
+        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            option = rf"\n  --{first.replace('_', '-')}[ ,]"
+            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        print(text, end="")
+
+
 @dataclass
 class FirstOptions:
     """The options on which the defaults of the others depend."""
@@ -1901,6 +1918,8 @@ def serve(robot, group):
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    with titled_help():
+        args = parse_args()
+    main(args)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -48,15 +48,18 @@ The algorithm comes first and ends with `main`. Environment, data files and logg
 """
 
 import copy
+import inspect
 import io
 import json
 import math
 import os
 import pickle
 import pickletools
+import re
 import signal
 import sys
 import time
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -1630,6 +1633,21 @@ class Run:
 
 
 # --- command line ---
+@contextmanager
+def titled_help():
+    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    captured = io.StringIO()
+    try:
+        with redirect_stdout(captured):
+            yield
+    finally:
+        text = captured.getvalue()
+        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            option = rf"\n  --{first.replace('_', '-')}[ ,]"
+            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        print(text, end="")
+
+
 @dataclass
 class FirstOptions:
     """The options on which the defaults of the others depend."""
@@ -1774,4 +1792,6 @@ class Signals:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    with titled_help():
+        args = parse_args()
+    main(args)

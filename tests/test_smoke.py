@@ -156,11 +156,18 @@ def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
 def test_help_explains_every_option(name, capsys, monkeypatch):
     script = importlib.import_module(name)
     monkeypatch.setenv("COLUMNS", "300")
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit) as stop, script.titled_help():
         tyro.cli(script.Args, args=["--help"], description=script.__doc__)
     assert stop.value.code == 0
-    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    printed = capsys.readouterr().out
+    shown = " ".join(printed.split())
     source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    groups = ["run", "task", "model", "rollout", "optimization"]
+    titles = re.findall(r"^ (\w+)$", printed, re.M)  # a line of its own, indented by one space
+    assert [title for title in titles if title in groups] == groups
+    assert len(re.findall(r"\n    # .+\n    \w+:", source)) == len(
+        re.findall(r"\n\n \w.*\n\n  --", printed)
+    )
     for field in fields(script.Args):
         text = re.search(rf"^    {field.name}: .*?  # (.{{9,}})$", source, re.M).group(1)
         assert f"--{field.name.replace('_', '-')}" in shown and text in shown, field.name
