@@ -150,14 +150,14 @@ class Args:
     replay_from: str | None = None  # rollouts.jsonl of another run, to fill the buffer at the start
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
     min_replay_size: int = 100  # rollouts needed before anything is drawn
-    replay_sample_size: int = 64  # rollouts drawn per update, if the buffer has as many
+    replay_sample_size: int = 64  # rollouts drawn per update, if the buffer holds that many
     new_samples_ratio: float | None = None  # share of fresh rollouts; replaces replay_sample_size
-    use_priority_sampling: bool = True  # prefer large advantages (else the age alone decides)
+    use_priority_sampling: bool = True  # prefer large advantages; if off, only the age counts
     priority_alpha: float = 1.0  # exponent of the advantage in the priority
-    priority_beta: float = 0.0  # 0: ignore that draws are not uniform, 1: undo it by weights
+    priority_beta: float = 0.0  # 0: no weights, 1: weights that undo the priorities
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw
     priority_age_tau: float | None = 50.0  # age at which the odds fall to 1/e (None: never)
-    max_replay_reuse: int = 32  # largest number of updates in which a rollout is drawn
+    max_replay_reuse: int = 32  # a rollout is drawn in at most this many updates
     adaptive_reuse: bool = False  # use a third of max_replay_reuse after an update of KL >= .01
     staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
     replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
@@ -384,7 +384,7 @@ def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args,
     if args.rollout_lag:
         past_weights.append({name: x.cpu().clone() for name, x in trained_weights(policy).items()})
         del past_weights[: -args.rollout_lag - 1]
-        policy.load_state_dict(past_weights[0], strict=False)  # it has no frozen weights
+        policy.load_state_dict(past_weights[0], strict=False)  # copies have no frozen weights
     batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
     batch["mu_logprobs"] = batch["logprobs"]
     batch["mu_values"] = batch["values"]
@@ -629,7 +629,7 @@ class ReplayBuffer:
     def add(self, batch: dict, iteration: int):
         """Insert fresh rollouts, then drop what is too old, used up, or beyond the capacity."""
         args = self.args
-        has_tokens = batch["response_mask"].any(1)  # not if the score was NaN
+        has_tokens = batch["response_mask"].any(1)  # False if the score was NaN
         new = {name: batch[name][has_tokens].cpu() for name in STORED}
         new["birth"] = torch.full_like(new["scores"], iteration, dtype=torch.long)
         new["reuse"] = torch.zeros_like(new["birth"])
@@ -715,7 +715,8 @@ def join(batches: list[dict]) -> dict:
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     """Drawn rollouts with current log-probs, values and advantages; {} if there are none.
 
-    Their KL penalty is computed on tokens that mu sampled, so it does not estimate a KL divergence.
+    Their KL penalty is computed on tokens that mu sampled, so it does not estimate a KL divergence:
+    tokens that prox avoids and the reference does not get a bonus.
     """
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
     if len(indices) == 0:
@@ -762,7 +763,7 @@ def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
     return {
         f"{prefix}/kl_behaviour": masked_mean(kl, mask).item(),
         f"{prefix}/value_drift": masked_mean(value_drift, mask).item(),
-        f"{prefix}/ess": ess.item(),  # effective share of the tokens; 1: all count alike
+        f"{prefix}/ess": ess.item(),  # effective sample size / number of tokens
     }
 
 
