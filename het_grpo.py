@@ -78,6 +78,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -1588,10 +1589,11 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
+        # copied before the rounding, because it may share its weights with the embedding
+        float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
-        # a float32 copy, because the LM head may share its weights with the embedding
-        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+        lm.set_output_embeddings(float32_head)
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
@@ -1882,8 +1884,8 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    if rank() == 0:
-        # With LoRA the frozen weights are those of the model that the run starts from.
+    if rank() == 0:  # on the others both are empty
+        # v1: lora: the frozen weights are those of the model that the run starts from
         policy_state = {name: policy_state[name] for name in trained_weights(policy)}
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
@@ -1929,15 +1931,18 @@ def drop_lines_after(global_step: int, path: Path):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder."""
+    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
         if hasattr(lm, "peft_config"):  # v1: lora
             lm, lm_state = merge_adapters(lm)
-        lm.save_pretrained(folder, state_dict=lm_state)
-        tokenizer.save_pretrained(folder)
+        new_folder = folder.with_name(folder.name + ".tmp")
+        lm.save_pretrained(new_folder, state_dict=lm_state)
+        tokenizer.save_pretrained(new_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new_folder, folder)
 
 
 class Signals:
@@ -1998,7 +2003,11 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
+    """FSDP2. Weights stay unsharded until the backward pass.
+
+    With reshard_after_forward=True every forward pass would gather them, and every rank would have
+    to make the same number of passes. But ranks sample different numbers of tokens.
+    """
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)

@@ -46,6 +46,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -1022,10 +1023,11 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
+        # copied before the rounding, because it may share its weights with the embedding
+        float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
-        # a float32 copy, because the LM head may share its weights with the embedding
-        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+        lm.set_output_embeddings(float32_head)
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
@@ -1240,12 +1242,11 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    # v1: lora: the frozen weights are those of the model that the run starts from
-    trained = trained_weights(policy)
-    policy_state = {name: x for name, x in policy_state.items() if name in trained}
-    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
-    saved["kl_coef_option"] = args.kl_coef
-    if rank() == 0:
+    if rank() == 0:  # on the others both are empty
+        # v1: lora: the frozen weights are those of the model that the run starts from
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        saved["kl_coef_option"] = args.kl_coef
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
@@ -1304,15 +1305,18 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder."""
+    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
         if hasattr(lm, "peft_config"):  # v1: lora
             lm, lm_state = merge_adapters(lm)
-        lm.save_pretrained(folder, state_dict=lm_state)
-        tokenizer.save_pretrained(folder)
+        new_folder = folder.with_name(folder.name + ".tmp")
+        lm.save_pretrained(new_folder, state_dict=lm_state)
+        tokenizer.save_pretrained(new_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new_folder, folder)
 
 
 class Signals:
@@ -1384,7 +1388,11 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
+    """FSDP2. Weights stay unsharded until the backward pass.
+
+    With reshard_after_forward=True every forward pass would gather them, and every rank would have
+    to make the same number of passes. But ranks sample different numbers of tokens.
+    """
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)

@@ -54,6 +54,7 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -149,14 +150,14 @@ class Args:
     replay_from: str | None = None  # rollouts.jsonl of another run, to fill the buffer at the start
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
     min_replay_size: int = 100  # rollouts needed before anything is drawn
-    replay_sample_size: int = 64  # rollouts drawn per update, if the buffer has as many
+    replay_sample_size: int = 64  # rollouts drawn per update, if the buffer holds that many
     new_samples_ratio: float | None = None  # share of fresh rollouts; replaces replay_sample_size
-    use_priority_sampling: bool = True  # prefer large advantages (else the age alone decides)
+    use_priority_sampling: bool = True  # prefer large advantages; if off, only the age counts
     priority_alpha: float = 1.0  # exponent of the advantage in the priority
-    priority_beta: float = 0.0  # 0: ignore that draws are not uniform, 1: undo it by weights
+    priority_beta: float = 0.0  # 0: no weights, 1: weights that undo the priorities
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw
     priority_age_tau: float | None = 50.0  # age at which the odds fall to 1/e (None: never)
-    max_replay_reuse: int = 32  # largest number of updates in which a rollout is drawn
+    max_replay_reuse: int = 32  # a rollout is drawn in at most this many updates
     adaptive_reuse: bool = False  # use a third of max_replay_reuse after an update of KL >= .01
     staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
     replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
@@ -383,7 +384,7 @@ def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args,
     if args.rollout_lag:
         past_weights.append({name: x.cpu().clone() for name, x in trained_weights(policy).items()})
         del past_weights[: -args.rollout_lag - 1]
-        policy.load_state_dict(past_weights[0], strict=False)  # it has no frozen weights
+        policy.load_state_dict(past_weights[0], strict=False)  # copies have no frozen weights
     batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
     batch["mu_logprobs"] = batch["logprobs"]
     batch["mu_values"] = batch["values"]
@@ -628,7 +629,7 @@ class ReplayBuffer:
     def add(self, batch: dict, iteration: int):
         """Insert fresh rollouts, then drop what is too old, used up, or beyond the capacity."""
         args = self.args
-        has_tokens = batch["response_mask"].any(1)  # not if the score was NaN
+        has_tokens = batch["response_mask"].any(1)  # False if the score was NaN
         new = {name: batch[name][has_tokens].cpu() for name in STORED}
         new["birth"] = torch.full_like(new["scores"], iteration, dtype=torch.long)
         new["reuse"] = torch.zeros_like(new["birth"])
@@ -669,8 +670,8 @@ class ReplayBuffer:
             odds = self.rows["priority"]
         if args.priority_age_tau is not None:
             ages = iteration - self.rows["birth"]
-            odds = (odds * (-ages / args.priority_age_tau).exp()).clamp(min=1e-300)
-        odds = odds * may_draw
+            odds = odds * (-ages / args.priority_age_tau).exp()
+        odds = odds.clamp(min=1e-300) * may_draw  # a large age or alpha would underflow to 0
         odds = odds / odds.sum()
         indices = odds.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
@@ -714,7 +715,8 @@ def join(batches: list[dict]) -> dict:
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     """Drawn rollouts with current log-probs, values and advantages; {} if there are none.
 
-    Their KL penalty is computed on tokens that mu sampled, so it does not estimate a KL divergence.
+    Their KL penalty is computed on tokens that mu sampled, so it does not estimate a KL divergence:
+    tokens that prox avoids and the reference does not get a bonus.
     """
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
     if len(indices) == 0:
@@ -761,7 +763,7 @@ def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
     return {
         f"{prefix}/kl_behaviour": masked_mean(kl, mask).item(),
         f"{prefix}/value_drift": masked_mean(value_drift, mask).item(),
-        f"{prefix}/ess": ess.item(),  # effective share of the tokens; 1: all count alike
+        f"{prefix}/ess": ess.item(),  # effective sample size / number of tokens
     }
 
 
@@ -1289,7 +1291,8 @@ def check_v2_args(args: Args):
             f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
             f"are too few; {args.num_parts()} are needed, one for each micro-batch"
         )
-    needs_file = args.replay_from and not args.resume  # a resumed run has read it
+    goes_on = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
+    needs_file = args.replay_from and not goes_on  # a run that goes on has it in its buffer
     if needs_file and not Path(args.replay_from).is_file():
         raise ValueError(f"--replay-from: there is no file {args.replay_from}")
     if needs_file and not Path(args.replay_from).stat().st_size:
@@ -1575,10 +1578,11 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
+        # copied before the rounding, because it may share its weights with the embedding
+        float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
-        # a float32 copy, because the LM head may share its weights with the embedding
-        lm.set_output_embeddings(copy.deepcopy(lm.get_output_embeddings()).float())
+        lm.set_output_embeddings(float32_head)
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
@@ -1767,7 +1771,7 @@ class ResumeArgs:
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
     sft_steps chat_template max_prompt_length lora_rank weights_dtype
-    replay_from temperature""".split()
+    replay_from temperature kl_coef""".split()  # v2: the last three: the buffer depends on them
 
 
 def parse_args() -> Args:
@@ -1800,12 +1804,11 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 def save_checkpoint(run, policy, optimizer, state: dict, args):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
-    # v1: lora: the frozen weights are those of the model that the run starts from
-    trained = trained_weights(policy)
-    policy_state = {name: x for name, x in policy_state.items() if name in trained}
-    saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
-    saved["kl_coef_option"] = args.kl_coef
-    if rank() == 0:
+    if rank() == 0:  # on the others both are empty
+        # v1: lora: the frozen weights are those of the model that the run starts from
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        saved["kl_coef_option"] = args.kl_coef
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
@@ -1864,15 +1867,18 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder."""
+    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm
         lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
         if hasattr(lm, "peft_config"):  # v1: lora
             lm, lm_state = merge_adapters(lm)
-        lm.save_pretrained(folder, state_dict=lm_state)
-        tokenizer.save_pretrained(folder)
+        new_folder = folder.with_name(folder.name + ".tmp")
+        lm.save_pretrained(new_folder, state_dict=lm_state)
+        tokenizer.save_pretrained(new_folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new_folder, folder)
 
 
 class Signals:
@@ -1944,7 +1950,11 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass: sampling gathers them only once."""
+    """FSDP2. Weights stay unsharded until the backward pass.
+
+    With reshard_after_forward=True every forward pass would gather them, and every rank would have
+    to make the same number of passes. But ranks sample different numbers of tokens.
+    """
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)

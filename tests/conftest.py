@@ -195,6 +195,15 @@ def assert_same_run(a, b):
     assert same(weights(a), weights(b))
 
 
+def assert_checkpoints_have_the_same_weights(one, two):
+    """Names and shapes, as a checkpoint of two ranks is to hold all weights."""
+    shapes = []
+    for folder in (one, two):
+        saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+        shapes.append({name: tensor.shape for name, tensor in saved["policy"].items()})
+    assert shapes[0] == shapes[1] and shapes[0]
+
+
 def assert_nearly_the_same(one, two):
     """Metrics and weights of two runs, up to the order of sums."""
     for a, b in zip(metrics_without_times(one), metrics_without_times(two), strict=True):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from conftest import (
     REPLAY,
+    assert_checkpoints_have_the_same_weights,
     assert_nearly_the_same,
     assert_same_run,
     die_while_saving,
@@ -21,6 +22,7 @@ from conftest import (
     weights,
 )
 
+import het_grpo
 import ppo_v1
 import ppo_v2
 
@@ -82,6 +84,19 @@ def test_the_reference_is_the_model_that_the_adapters_were_added_to(options, tmp
         torch.testing.assert_close(ref_logprobs, expected, atol=tolerance, rtol=0)
         moved = (ref_logprobs - batch["logprobs"]).abs().max()
         assert moved < 1e-5 if iteration == 1 else moved > 0.1
+
+
+@pytest.mark.parametrize("script", [ppo_v1, het_grpo], ids=["v1", "het"])
+def test_the_head_keeps_its_float32_weights(script):
+    """Everything else of the frozen model is rounded to bfloat16."""
+    lm = ppo_v1.make_tiny_lm(ppo_v1.make_tiny_tokenizer())
+    expected = lm.lm_head.weight.detach().clone()
+    assert not torch.equal(expected, expected.bfloat16().float()), "for this test to mean something"
+    policy = ppo_v1.PolicyWithValue(lm, torch.tensor([1]), 1.0)
+    script.add_adapters(policy, ppo_v1.Args(**IN_BF16))
+    base = policy.lm.get_base_model()
+    assert torch.equal(base.lm_head.weight, expected)
+    assert base.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def make_gpt2(folder):
@@ -158,8 +173,11 @@ def test_a_killed_run_goes_on_as_if_never_stopped(script, extra, options, tmp_pa
 
 def test_a_checkpoint_of_a_model_with_tied_weights_holds_no_frozen_weight(tmp_path):
     make_gpt2(tmp_path / "model")
-    options = LORA | dict(model_name=str(tmp_path / "model"), num_iterations=1)
-    run(ppo_v1, tmp_path / "run", **options)
+    options = dict(model_name=str(tmp_path / "model"), num_iterations=1)
+    run(ppo_v1, tmp_path / "all weights", **options)
+    names = torch.load(tmp_path / "all weights" / "checkpoint.pt", weights_only=True)["policy"]
+    assert "lm.transformer.wte.weight" in names
+    run(ppo_v1, tmp_path / "run", **LORA | options)
     names = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["policy"].keys()
     assert {name for name in names if "lora" not in name} == {
         "eos_ids",
@@ -169,11 +187,13 @@ def test_a_checkpoint_of_a_model_with_tied_weights_holds_no_frozen_weight(tmp_pa
 
 
 # --- with other features ---
-def test_two_ranks_make_the_update_of_one(tmp_path):
+@pytest.mark.parametrize("script", [ppo_v1, ppo_v2], ids=["v1", "v2"])
+def test_two_ranks_make_the_update_of_one(script, tmp_path):
     options = LORA | dict(num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-4)
-    run(ppo_v1, tmp_path / "one", **options)
-    assert two_ranks(lambda rank: run(ppo_v1, tmp_path / "two", **options)) == [0, 0]
+    run(script, tmp_path / "one", **options)
+    assert two_ranks(lambda rank: run(script, tmp_path / "two", **options)) == [0, 0]
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    assert_checkpoints_have_the_same_weights(tmp_path / "one", tmp_path / "two")
 
 
 def test_two_ranks_in_bfloat16_hold_the_same_weights(tmp_path):

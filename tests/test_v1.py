@@ -17,6 +17,7 @@ from conftest import (
     REPLAY,
     ROOT,
     TINY_LM,
+    assert_checkpoints_have_the_same_weights,
     assert_nearly_the_same,
     assert_same_run,
     at_call,
@@ -32,6 +33,7 @@ from conftest import (
 )
 from torch import tensor
 
+import het_grpo
 import ppo
 import ppo_v1
 import ppo_v2
@@ -106,6 +108,31 @@ def test_best_and_final_folders_score_what_was_logged(tmp_path):
     for name, score in (("best", max(scores)), ("final_model", scores[-1])):
         run(ppo_v1, tmp_path / name, model_name=str(tmp_path / "run" / name), num_iterations=1)
         assert metrics_without_times(tmp_path / name)[0]["eval/score"] == score
+
+
+@pytest.mark.parametrize("script", [ppo_v1, ppo_v2, het_grpo], ids=["v1", "v2", "het"])
+def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path):
+    """Weights are written before the tokenizer: the process dies between the two."""
+    tokenizer = ppo_v1.make_tiny_tokenizer()
+    lm = ppo_v1.make_tiny_lm(tokenizer)
+    policy = ppo_v1.PolicyWithValue(lm, tensor([1]), 1.0)
+    folder = tmp_path / "best"
+    script.save_model(policy, tokenizer, folder)
+    before = weights(tmp_path, "best")
+
+    class Dying:
+        def save_pretrained(self, folder):
+            raise KeyboardInterrupt
+
+    with torch.no_grad():
+        policy.lm.lm_head.weight += 1
+    with pytest.raises(KeyboardInterrupt):
+        script.save_model(policy, Dying(), folder)
+    assert same(weights(tmp_path, "best"), before)
+    script.save_model(policy, tokenizer, folder)
+    assert not same(weights(tmp_path, "best"), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == tokenizer.eos_token
 
 
 # --- checkpoint ---
@@ -401,14 +428,15 @@ def test_bf16_samples_in_one_autocast_and_keeps_heads_in_float32(tmp_path, monke
 # --- ranks ---
 @pytest.mark.parametrize(
     "script, extra, fsdp",
-    [(ppo_v1, {}, False), (ppo_v1, {}, True), (ppo_v2, EXTRA, False)],
-    ids=["v1", "v1 fsdp", "v2"],
+    [(ppo_v1, {}, False), (ppo_v1, {}, True), (ppo_v2, EXTRA, False), (ppo_v2, EXTRA, True)],
+    ids=["v1", "v1 fsdp", "v2", "v2 fsdp"],
 )
 def test_two_ranks_make_the_update_of_one(script, extra, fsdp, tmp_path):
     options = extra | dict(num_iterations=2, gradient_accumulation_steps=2, learning_rate=1e-4)
     run(script, tmp_path / "one", **options)
     assert two_ranks(lambda rank: run(script, tmp_path / "two", fsdp=fsdp, **options)) == [0, 0]
     assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    assert_checkpoints_have_the_same_weights(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(tmp_path):

@@ -70,6 +70,16 @@ def test_the_odds_of_a_rollout_fall_with_its_age():
     assert young == pytest.approx(1 / (1 + math.exp(-1)), abs=0.025)
 
 
+@pytest.mark.parametrize("tau", [None, 50.0])
+def test_priorities_that_underflow_can_still_be_drawn(tau):
+    """(1e-6) ** 60 is 0 as a double: if no rollout has a gain, all odds were 0 / 0."""
+    options = dict(priority_alpha=60.0, replay_advantages="positive", priority_age_tau=tau)
+    buffer = filled([1, 1, 1], [0, 0, 0], [0, 0, 0], size=3, **options)
+    assert buffer.rows["priority"].tolist() == [0, 0, 0]
+    indices, sample_weights = buffer.draw(2, 0.0)
+    assert len(indices) == 3 and sample_weights.tolist() == [1, 1, 1]
+
+
 def test_uniform_draws_weigh_one():
     options = dict(use_priority_sampling=False, priority_beta=1.0)
     for size in (1, 4, 6):
@@ -579,7 +589,11 @@ def test_a_resumed_run_cannot_change_what_its_buffer_began_with(logged, tmp_path
     words = ["ppo_v2.py", "--run-dir", str(tmp_path / "run"), "--resume"]
     monkeypatch.setattr(sys, "argv", words)
     assert ppo_v2.parse_args().replay_from == str(file)
-    for option, value in (("--replay-from", str(logged)), ("--temperature", "0.5")):
+    for option, value in (
+        ("--replay-from", str(logged)),
+        ("--temperature", "0.5"),
+        ("--kl-coef", "0"),
+    ):
         monkeypatch.setattr(sys, "argv", [*words, option, value])
         with pytest.raises(SystemExit, match=f"--resume cannot change {option} from"):
             ppo_v2.parse_args()
@@ -636,6 +650,19 @@ def test_an_empty_log_is_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "log.jsonl").touch()
     with pytest.raises(ValueError, match="log.jsonl is empty"):
         ppo_v2.Args(use_replay_buffer=True, replay_from=str(tmp_path / "log.jsonl"))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_run_that_resumes_without_a_checkpoint_needs_its_log(started, tmp_path):
+    """--resume may start the run, which then reads the file."""
+    options = dict(use_replay_buffer=True, resume=True, run_dir=str(tmp_path / "run"))
+    if started:
+        (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="--replay-from: there is no file"):
+        ppo_v2.Args(replay_from=str(tmp_path / "log.jsonl"), **options)
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(ValueError, match="log.jsonl is empty"):
+        ppo_v2.Args(replay_from=str(tmp_path / "log.jsonl"), **options)
 
 
 def test_the_default_correction_is_what_the_study_supports():
