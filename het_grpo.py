@@ -857,8 +857,10 @@ class ExperienceMixCollateFn:
 
     def __call__(self, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
-        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
-        experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
+        experience_tasks = []
+        if self.args.use_experience_replay:
+            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+            experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
