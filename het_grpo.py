@@ -177,7 +177,7 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
     lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that LoRA freezes
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
     ent_coef: float = 0.0  # weight of the entropy bonus
@@ -1847,15 +1847,6 @@ FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens 
     experience_template experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 
-def is_resumable(args) -> bool:
-    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
-    path = Path(args.run_dir) / "args.json"
-    if not args.resume or not path.exists():
-        return args.resume
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("script") == Path(__file__).stem
-
-
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
@@ -1863,7 +1854,7 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
     for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
@@ -1890,6 +1881,18 @@ def save_checkpoint(run, policy, optimizer, state: dict):
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
+
+
+def is_resumable(args) -> bool:
+    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
+    folder = Path(args.run_dir)
+    path = folder / "args.json"
+    if not args.resume:
+        return False
+    if not path.exists():  # a kill may have come before it was written
+        return not (folder / "metrics.jsonl").exists()
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("script") == Path(__file__).stem
 
 
 def load_checkpoint(run, policy, optimizer) -> dict:
