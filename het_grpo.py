@@ -673,10 +673,16 @@ class ExperiencePool:
         notes = []
         if rank() == 0:
             episodes = [episode_of(t) for t in trajectories]
-            notes = call_within_limit(self.summarizer, episodes, self.ask)
-            if not (isinstance(notes, list) and all(is_note(note) for note in notes)):
-                self.count_failure("--summarizer", notes)
-                notes = []
+            result = call_within_limit(self.summarizer, episodes, self.ask)
+            is_built_in = self.summarizer is summarize_successes
+            writer = "the built-in summarizer" if is_built_in else "--summarizer"
+            if not isinstance(result, list):
+                self.count_failure(writer, result)
+                result = []
+            notes = [note for note in result if is_note(note)]
+            malformed = [note for note in result if not is_note(note)]
+            if malformed:
+                self.count_failure(writer, malformed)
         for topic, text in gather_objects(notes)[0]:
             self.add(topic, text, step)
 
