@@ -18,9 +18,10 @@ plays each task several times, and the reward of an episode is compared with the
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a few notes from the pool, placed before the question. An episode that shall get advice is
-guided. Hybrid experience training (HET, from AgentEvolver, arXiv:2511.10395) decides which prompt
-its completion follows in the training sample: an episode of the lock game, and its two samples:
+Advice is a few notes from the pool, placed before the question with the words "Some Related
+Experience ...". A guided episode is one that is planned to get advice. Hybrid experience training
+(HET, from AgentEvolver, arXiv:2511.10395) decides which prompt its completion follows in the
+training sample. Here is an episode of the lock game, with the two samples that it can become:
 
     prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
     turns                  red -> click 1    gold -> jam 1    blue -> click 2 ...
@@ -34,33 +35,62 @@ its completion follows in the training sample: an episode of the lock game, and 
     ec        all samples keep the advice (the policy learns to use it)
     ei        all samples strip the advice (the policy learns to do without it)
     het       half of the tasks of an iteration keep it, the other half strip it
-    sft       imitate the run's own successes: the simplest rival of these methods
+    sft       play like het, but imitate the run's own successes; the simplest rival of het
+
+The tiny model practises before any RL, for 400 supervised steps on locks with random secrets. Its
+teacher has advice in 60 % of the games, and then tries to follow it in 80 % of the turns. So the
+model has learned to follow advice before the first iteration (practise).
 
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
 with equal rewards, such as eight failures, has no gradient: --use-experience-replay.
 
-What differs from the papers; docs/het_grpo.md has a table:
+What differs from the papers (docs/het_grpo.md has a table):
 
-    GRPO          The upper clip is wider than the lower one. Where the advantage is negative, a
-                  large ratio has no gradient (dual clip). There is no KL penalty. The loss is a
-                  mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
-    AgentEvolver  A stripped token with a negative advantage has a smaller weight if it is unlikely
-                  without the advice (weaken_stripped_failures). There is no KL penalty.
-    ExGRPO        Replayed tokens have a wider clip instead of a shaped ratio, and a ratio of 1 at
-                  the start of the update instead of one to the recorded log-probs. Replay starts
-                  with the first success, not later. It draws easy and hard tasks equally often.
-                  Solved tasks are played on, unless --retire-solved. A success is chosen by its
-                  entropy when it was recorded. Successes with advice count as those of a task.
+    GRPO
+        The upper clip is wider than the lower one.
+        Where the advantage is negative, a large ratio has no gradient (dual clip).
+        There is no KL penalty.
+        The loss is a mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
 
-Shapes: B episodes in groups of n, P prompt tokens (left-padded), R tokens of all turns
-(right-padded; the environment's tokens are among them, without loss), V vocabulary.
+    AgentEvolver
+        There is no KL penalty.
+        A stripped token with a negative advantage has a smaller weight if it is unlikely without
+        the advice (weaken_stripped_failures).
+
+    ExGRPO
+        Replayed tokens have a wider clip. ExGRPO shapes their ratio w into w / (w + 0.1).
+        The ratio of a replayed token compares with the policy before the update. ExGRPO
+        compares with the policy that sampled it, as --replay-old-logp recorded does.
+        Replay starts with the first success, not later.
+        The number of successes is drawn first, uniformly, and then a task with that number.
+        Solved tasks are played on, unless --retire-solved.
+        A success is chosen by the entropy that was measured when it was recorded.
+        Successes with advice and without are recorded together.
+
+What a reader of the curves should know:
+
+    Guided and unguided episodes of a task share one group mean. Where advice helps, an unguided
+    episode is compared with a mean that advice has raised.
+    With het and replay, a replayed member that had advice decides whether its whole group keeps
+    or strips. So the share of groups that keep need not stay one half.
+    Guided and unguided success are measured on different held-out tasks.
+
+Shapes: B episodes in groups of n, P prompt tokens (left-padded), V vocabulary, R response tokens
+(right-padded). The response has the tokens of all turns; those of the environment have no loss.
 
 The algorithm comes first, up to `main` and its helpers. Environments, models, run folder, checks of
-options, checkpoints and torch.distributed follow. Some names come from the design document
-(docs/design.md): "experience" means notes or recorded successes, "woexp" without experience,
-"discard" strip; convert_offpolicy_to_cmt makes a member of a group, samples_to_dataproto makes a
-batch, skip_uid_set holds retired tasks. Functions that are also in ppo_v1.py are exact copies, with
-comments such as "# v1: clip" that name a feature of that file.
+options, checkpoints and torch.distributed follow. Some names come from docs/design.md:
+
+    experience                   notes, or recorded successes
+    woexp                        without advice
+    discard                      strip
+    exp_mask                     tokens that are off-policy
+    convert_offpolicy_to_cmt     make a recorded episode a member of a group
+    samples_to_dataproto         make a batch of tensors
+    skip_uid_set                 retired tasks
+
+Functions that are also in ppo_v1.py are exact copies. Their comments "# v1: ..." name features of
+ppo_v1.py.
 
     python het_grpo.py                                       # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -113,7 +143,7 @@ MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
 WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
-PRACTICE = 1_000_000  # the tiny model practises on tasks from here on, with rules of their own
+PRACTICE = 1_000_000  # tasks from here on are for practice; each has its own secret
 
 
 def preset(rollouts: str, samples: str, keepratio: float) -> dict:
@@ -126,6 +156,7 @@ def preset(rollouts: str, samples: str, keepratio: float) -> dict:
     )
 
 
+# sft draws its samples from the successes of the run, and its loss is the cross-entropy.
 METHODS = {
     "baseline": preset(rollouts="woexp", samples="keep", keepratio=1.0),
     "ec": preset(rollouts="mixed", samples="keep", keepratio=1.0),
@@ -160,7 +191,7 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # an episode that terminated with this sum of rewards is a success
+    success_reward: float = 1.0  # a terminated episode with at least this return is a success
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
@@ -178,14 +209,14 @@ class Args:
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
     lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that LoRA freezes
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
     method: Method = "het"  # sets those of the options below that are None
-    enable: bool = True  # --no-enable: no advice, as --method baseline
+    enable: bool = True  # --no-enable trains with --method baseline: no advice
     val_rollout_expmode: RolloutMode | None = None  # evaluation: who gets advice (woexp: nobody)
     train_rollout_expmode: RolloutMode | None = None  # training: who gets advice (woexp: nobody)
     rollout_expratio: float = 0.5  # mixed: this share of the episodes of a group gets advice
@@ -202,7 +233,7 @@ class Args:
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
-    exp_select_mode: SelectMode = "argmin"  # replay the success of lowest, highest, any entropy
+    exp_select_mode: SelectMode = "argmin"  # entropy of what is replayed: lowest, highest, any
     experience_rbound: int | None = None  # replay tasks with up to this many successes (None: n-1)
     replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the policy ratio
     retire_solved: bool = False  # leave out tasks whose last group had no failure
@@ -238,9 +269,9 @@ class Args:
 #     response_mask                  (B,R)    1 on the tokens that the agent sampled
 #     exp_mask                       (B,R)    1 on those that are off-policy: stripped or replayed
 #     replay_mask                    (B,R)    1 on those that are replayed
-#     sampler_logprobs               (B,R)    when sampled, after the prompt that was read
-#     old_logprobs                   (B,R)    before the update, after the training prompt
-#     recorded_old_log_probs         (B,R)    old_logprobs when a replayed episode was recorded
+#     sampler_logprobs               (B,R)    measured by the sampler, with the prompt that was read
+#     old_logprobs                   (B,R)    measured before the update, with the training prompt
+#     recorded_old_log_probs         (B,R)    old_logprobs when the episode was recorded
 #     advantages                     (B,R)
 #     rewards, successes, group_ids  (B,)
 
@@ -350,12 +381,12 @@ def training_prompt(t: Trajectory) -> list[int]:
 
 
 def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Choose which episodes of a group get advice, or which tasks keep it."""
+    """Choose which episodes of a group get advice, or which tasks keep it in their samples."""
     if mode in ("woexp", "discard"):
         ratio = 0.0
     if mode in ("all", "keep"):
         ratio = 1.0
-    num_chosen = math.floor(count * ratio + 1e-9)  # 100 x 0.29 is 28.999999999999996
+    num_chosen = math.floor(count * ratio + 1e-9)  # floats: 100 x 0.29 is 28.999999999999996
     chosen = rng.sample(range(count), num_chosen)
     return [i in chosen for i in range(count)]
 
@@ -364,8 +395,9 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """What is to be played: the group of each task, less its replayed member."""
     keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
     for t in replayed:
-        # All members of a group keep or strip alike. A replayed member decides for the others:
-        # its log-probs were recorded after this kind of prompt (--replay-old-logp recorded).
+        # Either all members of a group keep the advice, or all strip it. The log-probs of a
+        # replayed member were recorded with one of the two prompts (--replay-old-logp recorded).
+        # So a replayed member that had advice decides for its group.
         if t.advice:
             keeps[t.data_id] = t.keep
     planned = []
@@ -471,7 +503,7 @@ class Player:
     def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
         """Play as many episodes as there are environments, one turn of all of them at a time."""
         retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
-        games = list(zip(trajectories, self.envs, strict=False))
+        games = list(zip(trajectories, self.envs, strict=False))  # ends with the shorter list
         for t, env in games:
             self.start_game(t, env, retrieve, iteration)
         num_tokens = self.args.max_turn_tokens
@@ -550,8 +582,8 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
     for t in trajectories:
         row = tokenize_steps(t.steps, t.is_experience_replay)
         zeros = [0.0] * len(row["response_ids"])
-        row["sampler_logprobs"] = t.sampler_logprobs or zeros
-        row["recorded_old_log_probs"] = t.old_log_probs or zeros
+        row["sampler_logprobs"] = t.sampler_logprobs or zeros  # practise() has none
+        row["recorded_old_log_probs"] = t.old_log_probs or zeros  # new episodes have none
         row["prompt_ids"] = training_prompt(t)
         row["off_policy"] = [get_extra(t)["off_policy"]]
         for name, values in row.items():
@@ -649,8 +681,9 @@ class ExperiencePool:
     def __init__(self, args):
         self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
         self.num_failed_calls = 0
-        self.ask = None  # function(prompts) -> answers of the policy; `main` sets it
-        # A note with a long part of the template in it is refused: advice within advice.
+        self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
+        # A note that quotes a long part of the template is refused. It would be advice that
+        # contains advice.
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         self.retriever = None
@@ -660,7 +693,7 @@ class ExperiencePool:
             self.retriever = load_object(args.retriever)
 
     def add(self, topic: str, text: str, step: int) -> bool:
-        """Add a note, once.  -> False if it is refused: an empty one, or one with the template"""
+        """Add a note that is new.  -> False if it is empty or quotes the template"""
         has_template = len(self.marker) > 20 and self.marker in text
         if has_template or not (topic and text):
             return False
@@ -674,10 +707,16 @@ class ExperiencePool:
         notes = []
         if rank() == 0:
             episodes = [episode_of(t) for t in trajectories]
-            notes = call_within_limit(self.summarizer, episodes, self.ask)
-            if not (isinstance(notes, list) and all(is_note(note) for note in notes)):
-                self.count_failure("--summarizer", notes)
-                notes = []
+            result = call_within_limit(self.summarizer, episodes, self.ask)
+            is_built_in = self.summarizer is summarize_successes
+            writer = "the built-in summarizer" if is_built_in else "--summarizer"
+            if not isinstance(result, list):
+                self.count_failure(writer, result)
+                result = []
+            notes = [note for note in result if is_note(note)]
+            malformed = [note for note in result if not is_note(note)]
+            if malformed:
+                self.count_failure(writer, malformed)
         for topic, text in gather_objects(notes)[0]:
             self.add(topic, text, step)
 
@@ -698,8 +737,9 @@ class ExperiencePool:
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note can be read in the iteration after the one that wrote it, not before. Among notes
-        with equal scores the newest comes first.
+        A note can be read in the iteration after the one that wrote it, not before. This affects
+        validate(), which plays after the notes of the iteration are added. Among notes with equal
+        scores the newest comes first.
         """
         readable = [record for record in self.records if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
@@ -769,7 +809,8 @@ class ExperienceManager:
         """Count the successes of each group, without the replayed members."""
         for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            # Beside a replayed member there are n - 1 fresh ones; if all succeed, write n: solved.
+            # Beside a replayed member only n - 1 are fresh. If all of them succeed, the task is
+            # solved, which is written as n.
             self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
@@ -858,13 +899,19 @@ class ExperienceMixCollateFn:
 
     def __call__(self, rng) -> tuple[list[int], list[int]]:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
-        max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
-        experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
+        experience_tasks = []
+        if self.args.use_experience_replay:
+            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+            experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """The next tasks of the pass. Tasks that are replayed now keep their place in it."""
+        """The next tasks of the pass. Tasks that are replayed now keep their place in it.
+
+        A new pass may start while tasks of the last one wait, so a task may wait twice. `excluded`
+        prevents that it is chosen twice in one iteration.
+        """
         retired = self.manager.skip_uid_set
         if len(set(self.tasks) - retired - set(experience_tasks)) < count:
             retired = set()  # too few are left: retired tasks are played again
@@ -926,8 +973,9 @@ def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
     The factor is that of a single token, and at most 1. A token that only the advice made likely is
-    hardly pushed down further. Positive advantages stay: stripping is to make such tokens likely.
-    AgentEvolver has no such factor; it biases the gradient.
+    hardly pushed down further. Positive advantages keep their size, because the purpose of
+    stripping is to make such tokens likely without advice. AgentEvolver has no such factor. The
+    factor makes the gradient biased.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -940,6 +988,7 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
 
     Loss and statistics are sums over these rows, divided by all tokens of the minibatch. So they
     can be summed over micro-batches and ranks, and clipfrac_off is a share of all tokens, too.
+    approx_kl estimates a KL divergence only if all samples are on-policy.
     """
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
@@ -980,7 +1029,7 @@ def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     steps = []
     num_skipped = 0
     for _ in range(args.update_epochs):
-        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch and the rows of a rank
+        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch: a rank fills its rows
         shuffled = torch.randperm(args.batch_size).to(device)
         for mb_inds in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
@@ -1023,7 +1072,8 @@ def validate(player: Player, held_out: list[int], iteration: int):
     """Play held-out tasks greedily, a share of them with advice.  -> metrics, episodes
 
     eval/success_rate is over the tasks without advice, if there are any. Episodes that should get
-    advice but found no note are neither in success_guided nor in success_unguided.
+    advice but found no note are neither in success_guided nor in success_unguided. These two are
+    measured on different tasks, so their difference has the noise of the tasks.
     """
     args = player.args
     rng = random.Random(0)
@@ -1084,7 +1134,10 @@ def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], itera
 
 
 def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """Mean difference of the log-probs of sampler and training pass, on new on-policy samples."""
+    """Mean difference of the log-probs of sampler and training pass, on new on-policy samples.
+
+    The samples of --method sft may be old: the policy has changed since they were sampled.
+    """
     is_new = torch.tensor([[int(t.version == iteration)] for t in trajectories])
     comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"].device)
     if not comparable.any():
@@ -1112,7 +1165,8 @@ def main(args: Args) -> dict[str, float]:
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
-    # A checkpoint holds all weights, but with LoRA only the adapters: practise again.
+    # A checkpoint holds all weights, but with LoRA only those of the adapters. Then the base model
+    # practises again, from the same seed.
     if args.model_name is None and (args.lora_rank or not has_checkpoint):
         practise(player)
     if args.lora_rank:
@@ -1184,7 +1238,8 @@ def main(args: Args) -> dict[str, float]:
             trajectories = draw_successes(manager, phase, exp_rng) or trajectories
         batch = samples_to_dataproto(trajectories, device)
 
-        # 4. log-probs before the update; replay records them before it replaces any
+        # 4. log-probs before the update. They are compared with those of the sampler and
+        # recorded, and only then replaced by recorded ones.
         batch["old_logprobs"], entropy = compute_log_prob(policy, batch, phase)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
         if phase.use_experience_replay:
@@ -1288,8 +1343,9 @@ NAMES = (
 class LockEnv:
     """Press four buttons in the right order; a wrong button costs a turn.
 
-    Locks of a family share a secret, and training has locks of all families: held-out locks are
-    other rooms. Of 100 locks, chance opens 7, and a careful player without memory opens 14.
+    Locks of a family share a secret, and training has locks of all families. So a held-out lock is
+    a new room of a known family. Of 100 locks, chance opens 7, and a careful player without memory
+    opens 14.
     """
 
     actions = ("red", "green", "blue", "gold")
@@ -1847,15 +1903,6 @@ FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens 
     experience_template experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 
-def is_resumable(args) -> bool:
-    """Whether the folder may hold a run of this script. Without a checkpoint it starts again."""
-    path = Path(args.run_dir) / "args.json"
-    if not args.resume or not path.exists():
-        return args.resume
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("script") == Path(__file__).stem
-
-
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
@@ -1863,7 +1910,7 @@ def parse_args() -> Args:
     if not typed.resume or not path.exists():
         return tyro.cli(Args, description=__doc__)
     saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # without checks: what is typed may repair an option
+    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
     for field in fields(Args):
         setattr(saved_args, field.name, saved.get(field.name, field.default))
     args = tyro.cli(Args, description=__doc__, default=saved_args)
@@ -1892,9 +1939,23 @@ def save_checkpoint(run, policy, optimizer, state: dict):
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
+def is_resumable(args) -> bool:
+    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
+    folder = Path(args.run_dir)
+    path = folder / "args.json"
+    if not args.resume:
+        return False
+    if not path.exists():  # a kill may have come before it was written
+        return not (folder / "metrics.jsonl").exists()
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return saved.get("script") == Path(__file__).stem
+
+
 def load_checkpoint(run, policy, optimizer) -> dict:
     """Restore weights, optimizer and logged rows.  -> state of the loop"""
     saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    # With LoRA the frozen weights are not in the file. set_state_dict then fills in those that the
+    # policy has, so nothing is missing for the strict load.
     dcp.set_state_dict(
         policy,
         optimizer,

@@ -89,6 +89,24 @@ def test_the_built_in_summarizer_of_the_page_is_that_of_the_script(page, monkeyp
     assert pools[0] == pools[1] == [dict(topic="lamp", text="lamp : kitchen", step=0)]
 
 
+def test_a_malformed_note_does_not_discard_the_others(monkeypatch, capsys):
+    pool = het.ExperiencePool(het.Args())
+    notes = [("lamp", "kitchen"), ("rope", 3), "attic", ["rope", "attic"]]
+    monkeypatch.setattr(pool, "summarizer", lambda episodes, ask: notes)
+    pool.fill_pool([], 0)
+    assert [record["text"] for record in pool.records] == ["kitchen", "attic"]
+    assert pool.num_failed_calls == 1, "one call, with two malformed notes"
+    assert "--summarizer returned [('rope', 3), 'attic']" in capsys.readouterr().out
+
+
+def test_the_message_names_who_wrote_a_malformed_note(capsys):
+    pool = het.ExperiencePool(het.Args())
+    seen = het.Trajectory(1, topic="lamp", success=True, experience="lamp : kitchen")
+    pool.fill_pool([seen, het.Trajectory(2, topic="rope", success=True, experience=7)], 0)
+    assert [record["text"] for record in pool.records] == ["lamp : kitchen"]
+    assert "the built-in summarizer returned [('rope', 7)]" in capsys.readouterr().out
+
+
 def test_another_model_writes_the_notes(page, server):
     metrics = run(page, summarizer=f"{page}/services.py:endpoint")
     assert metrics["exp/failed_calls"] == 0
