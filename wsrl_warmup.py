@@ -193,9 +193,7 @@ class Args:
     offline_decay_rate: float = 0.999  # factor on this share per online step
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = (
-        "td_error"  # rows with the highest are kept
-    )
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # highest rows are kept
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
