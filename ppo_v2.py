@@ -1771,7 +1771,7 @@ class ResumeArgs:
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
     sft_steps chat_template max_prompt_length lora_rank weights_dtype
-    replay_from temperature kl_coef""".split()  # v2: the last three: the buffer depends on them
+    replay_from temperature kl_coef""".split()  # v2: buffer: it depends on the last three
 
 
 def parse_args() -> Args:
