@@ -482,7 +482,7 @@ def test_the_sentence_of_the_robot_and_its_human_is_the_raw_data(monkeypatch):
     robot, human = (
         np.mean([row["steps_to_success"] for row in rows if row["arm"] == arm]) for arm in arms
     )
-    assert f"needs {robot:.1f} steps, the human {human:.1f}" in page
+    assert f"needs {robot:.1f} steps, where the human needs {human:.1f}" in page
 
 
 def test_the_readme_says_how_fast_an_update_is(monkeypatch):
