@@ -1992,7 +1992,7 @@ def drop_lines_after(global_step: int, path: Path):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
+    """An ordinary Hugging Face folder. It is complete before it replaces the old one."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm

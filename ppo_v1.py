@@ -1305,7 +1305,7 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder. A kill leaves the old one intact."""
+    """An ordinary Hugging Face folder. It is complete before it replaces the old one."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
     if rank() == 0:
         lm = policy.lm

@@ -1130,7 +1130,7 @@ def main(args: Args) -> dict[str, float]:
         offline_ratio = offline_ratio_at(args, env_step)
         beta = priority_beta_schedule(progress.global_step / total_steps)
         num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
-        for i in range(num_updates):
+        for i in range(num_updates):  # SAC, whatever the objective of the warm-up was
             learn(
                 agent,
                 offline_rb,
