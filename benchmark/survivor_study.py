@@ -1,16 +1,15 @@
 """Where does hybrid experience training pay? Vaults with random rewards, and notes that mislead.
 
-    python benchmark/survivor_study.py --tune             # every arm, every setting, seed 121
-    python benchmark/survivor_study.py                    # the best setting of each arm, seeds 131 to 135
+    python benchmark/survivor_study.py --tune             # every arm, every setting, seeds 121 to 123
+    python benchmark/survivor_study.py                    # the best setting of each arm, seeds 141 to 145
     python benchmark/survivor_study.py --notes fair       # the same with notes that do not mislead
     python benchmark/survivor_study.py --tables           # the tables, from the CSV files
     python benchmark/survivor_study.py --tune --arms HET --settings "mean, entropy .03" --seeds 121
 
 Every run is het_grpo.py with 24,576 episodes; notes come from a file and the pool does not grow. Every
-arm has the same four settings: advantages divided by the group's deviation or not, times an entropy
-bonus of 0 or .03. Imitation divides nothing, so two of the four are the same for it. A setting is
-chosen by the mean of success with and without advice on the tuning seed. What is in the CSV already
-is not run again.
+arm has four settings: an entropy bonus of 0 or .03, times advantages divided by the group's deviation
+or not. Imitation has no deviation: it has one epoch or two instead. A setting is chosen by the mean of
+success with and without advice on the tuning seeds. What is in the CSV already is not run again.
 """
 
 import argparse
@@ -28,8 +27,8 @@ import survivor
 
 STUDY = HERE / "survivor_study.csv"
 TUNING = HERE / "survivor_tuning.csv"
-TUNING_SEEDS = (121,)
-SEEDS = (131, 132, 133, 134, 135)
+TUNING_SEEDS = (121, 122, 123)
+SEEDS = (141, 142, 143, 144, 145)
 COLUMNS = ["notes", "arm", "setting", "seed", "episodes", "unguided", "guided", "seconds"]
 EPISODES = 24_576
 ARMS = {
@@ -49,6 +48,12 @@ SETTINGS = {
     "mean": "--no-adv-std",
     "mean, entropy .03": "--no-adv-std --ent-coef 0.03",
 }
+IMITATION_SETTINGS = {
+    "2 epochs": "",
+    "2 epochs, entropy .03": "--ent-coef 0.03",
+    "1 epoch": "--update-epochs 1",
+    "1 epoch, entropy .03": "--update-epochs 1 --ent-coef 0.03",
+}
 NOTES = {"misleading": 3, "fair": 2}  # words of a note
 
 
@@ -60,7 +65,7 @@ def run(notes: str, arm: str, setting: str, seed: int) -> list:
         pool = Path(folder) / "notes.jsonl"
         pool.write_text(survivor.notes(NOTES[notes]), encoding="utf-8")
         command = [sys.executable, HERE.parent / "het_grpo.py", *ARMS[arm].split()]
-        command += SETTINGS[setting].split()
+        command += settings_of(arm)[setting].split()
         command += f"--max-turns 3 --success-reward 0.5 --updated-freq 0 --seed {seed}".split()
         command += f"--init-exp-before-training 0 --num-iterations {num_iterations}".split()
         command += f"--eval-every {num_iterations} --save-every {num_iterations}".split()
@@ -93,14 +98,12 @@ def mean_of_both(pairs: list[tuple[float, float]]) -> float:
     return statistics.mean(sum(pair) / 2 for pair in pairs)
 
 
-def settings_of(arm: str) -> list[str]:
-    if arm == "imitation":  # it has no advantages to divide
-        return ["std", "std, entropy .03"]
-    return list(SETTINGS)
+def settings_of(arm: str) -> dict[str, str]:
+    return IMITATION_SETTINGS if arm == "imitation" else SETTINGS
 
 
 def best_setting(arm: str) -> str | None:
-    """The best on the tuning seed; None while a setting is missing."""
+    """The best on the tuning seeds; None while a run is missing."""
     found = read(TUNING)
     means = {}
     for setting in settings_of(arm):
@@ -116,7 +119,7 @@ def table(found: dict, notes: str) -> str:
     lines = [f"| vault, {notes} notes | setting | seeds | without advice | with advice | mean |"]
     lines.append("|---|---|---|---|---|---|")
     for arm in ARMS:
-        for setting in SETTINGS:
+        for setting in settings_of(arm):
             pairs = scores(found, notes, arm, setting)
             if pairs:
                 columns = list(zip(*pairs, strict=True))
@@ -131,12 +134,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tune", action="store_true", help="tuning seed, all settings")
+    parser.add_argument("--tune", action="store_true", help="tuning seeds, all settings")
     parser.add_argument("--tables", action="store_true", help="no training")
     parser.add_argument("--notes", choices=NOTES, default="misleading")
     parser.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     parser.add_argument(
-        "--settings", nargs="*", choices=SETTINGS, help="default: the best of an arm"
+        "--settings",
+        nargs="*",
+        choices=SETTINGS | IMITATION_SETTINGS,
+        help="default: the best of an arm",
     )
     parser.add_argument("--seeds", nargs="*", type=int)
     options = parser.parse_args()
