@@ -18,10 +18,9 @@ plays each task several times, and the reward of an episode is compared with the
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a few notes from the pool, placed before the question with the words "Some Related
-Experience ...". A guided episode is one that is planned to get advice. Hybrid experience training
-(HET, from AgentEvolver, arXiv:2511.10395) decides which prompt its completion follows in the
-training sample. Here is an episode of the lock game, with the two samples that it can become:
+Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET,
+from AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows in the training
+sample. Here is an episode of the lock game, with the two samples that it can become:
 
     prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
     turns                  red -> click 1    gold -> jam 1    blue -> click 2 ...
@@ -29,20 +28,20 @@ training sample. Here is an episode of the lock game, with the two samples that 
     sample that strips             lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
     response_mask                                       1   0     0 1    0   0 1    0     0
 
---method decides:
+--method decides who gets advice, and which samples keep it:
 
     baseline  no episode gets advice: GRPO
     ec        all samples keep the advice (the policy learns to use it)
     ei        all samples strip the advice (the policy learns to do without it)
     het       half of the tasks of an iteration keep it, the other half strip it
-    sft       play like het, but imitate the run's own successes; the simplest rival of het
-
-The tiny model practises before any RL, for 400 supervised steps on locks with random secrets. Its
-teacher has advice in 60 % of the games, and then tries to follow it in 80 % of the turns. So the
-model has learned to follow advice before the first iteration (practise).
+    sft       plays like het, but imitates the run's own successes; the simplest rival of het
 
 Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
 with equal rewards, such as eight failures, has no gradient: --use-experience-replay.
+
+Before RL the tiny model takes 400 supervised steps on locks with random secrets. Its teacher has
+advice in 60 % of the games and then tries to follow it in 80 % of the turns. So the model can
+follow advice before the first iteration.
 
 What differs from the papers (docs/het_grpo.md has a table):
 
@@ -54,16 +53,17 @@ What differs from the papers (docs/het_grpo.md has a table):
 
     AgentEvolver
         There is no KL penalty.
-        A stripped token with a negative advantage has a smaller weight if it is unlikely without
-        the advice (weaken_stripped_failures).
+        The built-in notes repeat the actions of a success. A language model writes AgentEvolver's.
+        Where the advantage is negative, the weight of a stripped token is the probability of the
+        token without the advice, divided by that with the advice (weaken_stripped_failures).
 
     ExGRPO
         Replayed tokens have a wider clip. ExGRPO shapes their ratio w into w / (w + 0.1).
-        The ratio of a replayed token compares with the policy before the update. ExGRPO
-        compares with the policy that sampled it, as --replay-old-logp recorded does.
+        The ratio of a replayed token is relative to the policy before the update. In ExGRPO it is
+        relative to the policy that sampled the token, as with --replay-old-logp recorded.
         Replay starts with the first success, not later.
-        The number of successes is drawn first, uniformly, and then a task with that number.
-        Solved tasks are played on, unless --retire-solved.
+        A number of successes is drawn uniformly, and then one of the tasks with this number.
+        Solved tasks are still played, unless --retire-solved.
         A success is chosen by the entropy that was measured when it was recorded.
         Successes with advice and without are recorded together.
 
@@ -71,14 +71,16 @@ What a reader of the curves should know:
 
     Guided and unguided episodes of a task share one group mean. Where advice helps, an unguided
     episode is compared with a mean that advice has raised.
-    With het and replay, a replayed member that had advice decides whether its whole group keeps
-    or strips. So the share of groups that keep need not stay one half.
-    Guided and unguided success are measured on different held-out tasks.
+    With het and replay, a recorded success that was played with advice decides whether its whole
+    group keeps or strips. Such successes have a low entropy, so more than half of the groups keep.
+    The baseline is evaluated on all held-out tasks. The other methods split these tasks: one half
+    with advice, the other half without. global_step counts the first round of notes, too.
+    The held-out locks have the same twelve secrets for every seed.
 
-Shapes: B episodes in groups of n, P prompt tokens (left-padded), V vocabulary, R response tokens
-(right-padded). The response has the tokens of all turns; those of the environment have no loss.
+Shapes: B episodes in groups of n, P prompt tokens (left-padded), R response tokens (right-padded),
+V vocabulary. The response has the tokens of all turns; those of the environment have no loss.
 
-The algorithm comes first, up to `main` and its helpers. Environments, models, run folder, checks of
+The algorithm comes first, up to `main`. Metrics, environments, models, run folder, checks of
 options, checkpoints and torch.distributed follow. Some names come from docs/design.md:
 
     experience                   notes, or recorded successes
@@ -89,8 +91,8 @@ options, checkpoints and torch.distributed follow. Some names come from docs/des
     samples_to_dataproto         make a batch of tensors
     skip_uid_set                 retired tasks
 
-Functions that are also in ppo_v1.py are exact copies. Their comments "# v1: ..." name features of
-ppo_v1.py.
+Functions that are also in ppo_v1.py are exact copies. Comments such as "# v1: lora" in them name
+features of ppo_v1.py.
 
     python het_grpo.py                                       # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -113,6 +115,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, fields, replace
@@ -134,14 +137,17 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
-CLIP_LOW = 0.2  # the policy ratio is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]
-CLIP_HIGH = 0.28  # for on-policy tokens; --off-cliprange-high for the others
+# The ratio of an on-policy token is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]. The upper clip range of
+# the other tokens is --off-cliprange-high.
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.28
 DUAL_CLIP = 3.0  # with a negative advantage, a ratio above this has no gradient
 MAX_GRAD_NORM = 1.0
 RETRIEVE_TOP_K = 3  # notes per question
 MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
-TIME_LIMIT = 300.0  # seconds that a summarizer or a retriever may take
+TIME_LIMIT = 300.0  # seconds that a summarizer may take
+RETRIEVER_TIME_LIMIT = 10.0  # seconds; it is asked once for each question
 WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
 PRACTICE = 1_000_000  # tasks from here on are for practice; each has its own secret
 
@@ -215,13 +221,13 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Method = "het"  # sets those of the options below that are None
+    method: Method = "het"  # decides the four options below that are None
     enable: bool = True  # --no-enable trains with --method baseline: no advice
-    val_rollout_expmode: RolloutMode | None = None  # evaluation: who gets advice (woexp: nobody)
-    train_rollout_expmode: RolloutMode | None = None  # training: who gets advice (woexp: nobody)
-    rollout_expratio: float = 0.5  # mixed: this share of the episodes of a group gets advice
-    train_sample_expmode: SampleMode | None = None  # training samples keep advice or not
-    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep advice
+    val_rollout_expmode: RolloutMode | None = None  # who gets advice in evaluation (woexp: nobody)
+    train_rollout_expmode: RolloutMode | None = None  # who gets advice in training (woexp: nobody)
+    rollout_expratio: float = 0.5  # share of the episodes of a group that gets advice (mixed)
+    train_sample_expmode: SampleMode | None = None  # whether training samples keep advice
+    train_sample_keepratio: float | None = None  # share of the tasks that keep it (hybrid)
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with topic and text per line to start from
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
@@ -233,15 +239,15 @@ class Args:
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
     exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
-    exp_select_mode: SelectMode = "argmin"  # entropy of what is replayed: lowest, highest, any
+    exp_select_mode: SelectMode = "argmin"  # replay the success of lowest, highest or any entropy
     experience_rbound: int | None = None  # replay tasks with up to this many successes (None: n-1)
-    replay_old_logp: Literal["current", "recorded"] = "current"  # denominator of the policy ratio
+    replay_old_logp: Literal["current", "recorded"] = "current"  # what a replayed ratio divides by
     retire_solved: bool = False  # leave out tasks whose last group had no failure
 
     def __post_init__(self):
         """Fill in what --method decides, then check."""
         if not self.enable:
-            if self.method in ("ec", "ei", "sft"):  # het may be the default
+            if self.method in ("ec", "ei", "sft"):  # not het: it is the default
                 raise ValueError(f"--no-enable contradicts --method {self.method}")
             self.method = "baseline"
         for name, value in METHODS[self.method].items():
@@ -287,9 +293,9 @@ class Policy(nn.Module):
         self.eval()  # during training, too: dropout would be noise in the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
-        """Logits of the next token at the last positions.  -> (B,n,V), cache
+        """Logits of the next token at the last `num_last` positions.  -> (B,num_last,V), cache
 
-        With a cache, `ids` are only the tokens that it does not hold yet; `mask` covers all tokens.
+        `ids` are the tokens that are not in the cache yet. `mask` covers all tokens.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
         output = self.lm(
@@ -308,7 +314,8 @@ def logprobs_and_entropy(policy, batch: dict):
     """Log-prob and entropy of each token that the agent sampled, 0 elsewhere.  -> 2 x (B,R)"""
     ids = batch["ids"]
     num_response_tokens = batch["response_mask"].shape[1]
-    # Position t predicts token t + 1, so the last token is not an input.
+    # Position t predicts token t + 1. So the last token is not an input, and the last R positions
+    # predict the R response tokens.
     logits, _ = policy(ids[:, :-1], batch["mask"][:, :-1], num_response_tokens)
     all_logprobs = logits.log_softmax(-1)  # (B,R,V)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
@@ -328,7 +335,8 @@ def compute_log_prob(policy, batch: dict, args):
     entropy = torch.zeros_like(logprobs)
     my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
     num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
-    for rows in my_rows.split(args.batch_size // num_parts):
+    micro_batch_size = args.batch_size // num_parts
+    for rows in my_rows.split(micro_batch_size):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
     sum_over_ranks([logprobs, entropy])
@@ -348,12 +356,12 @@ class Trajectory:
     task: int  # seed of the environment
     data_id: int = 0  # number of its group in the batch
     rollout_id: int = 0  # its place in the group
-    guided: bool = False  # play it with advice, if there is any
+    guided: bool = False  # it asks for advice; there may be none
     keep: bool = True  # the training sample keeps the advice
     version: int = 0  # iteration that sampled it
     question: str = ""
     topic: str = ""  # a note about this episode is found by these words
-    advice: str = ""  # what was shown ("": nothing)
+    advice: str = ""  # what it got ("": nothing)
     prompt_ids: list[int] = empty_list()  # the question alone
     advised_ids: list[int] = empty_list()  # the prompt that was read
     steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
@@ -392,12 +400,11 @@ def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
 
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
-    """What is to be played: the group of each task, less its replayed member."""
+    """The episodes to play: the group of each task, without the member that is replayed."""
     keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
     for t in replayed:
-        # Either all members of a group keep the advice, or all strip it. The log-probs of a
-        # replayed member were recorded with one of the two prompts (--replay-old-logp recorded).
-        # So a replayed member that had advice decides for its group.
+        # All members of a group keep the advice, or all strip it. A recorded success that had
+        # advice decides, because its log-probs were recorded with one of the two prompts.
         if t.advice:
             keeps[t.data_id] = t.keep
     planned = []
@@ -483,7 +490,7 @@ class Player:
         t.advised_ids = self.dialogue.prompt(prompt)
 
     def take_turn(self, t: Trajectory, env, ids: list[int], logprobs: list[float]) -> bool:
-        """Tell the environment what was sampled.  -> whether the episode goes on"""
+        """Tell the environment what the policy said.  -> whether the episode goes on"""
         action = self.dialogue.read(ids)
         observation, reward, terminated, truncated, info = env.step(action)
         t.steps.append(("assistant", ids))
@@ -526,14 +533,14 @@ class Player:
     def play(self, trajectories: list[Trajectory], iteration: int, uniforms=None):
         """Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
 
-        `uniforms` has a number for each token that may be sampled (groups, n, tokens); without
-        them the episodes are greedy.
+        Without uniform numbers (see draw_uniforms) the policy is greedy.
         """
         gather_weights(self.policy)
         my_share = trajectories[rank() :: world_size()]
         if uniforms is not None:
             uniforms = uniforms.to(self.policy.eos_ids.device)
-        # Within one autocast each weight is cast once, and not at every token.
+        # Inside one autocast a weight is cast to bfloat16 once. The autocast of the policy's forward
+        # alone would cast it again for every token.
         device_type = self.policy.eos_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
             for start in range(0, len(my_share), len(self.envs)):
@@ -542,8 +549,10 @@ class Player:
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
 
 
-def draw_uniforms(num_groups: int, args):
-    return torch.rand(num_groups, args.group_size, args.max_turns * args.max_turn_tokens)
+def draw_uniforms(num_groups: int, args, generator=None):
+    """A number for each token that may be sampled.  -> (groups,n,tokens)"""
+    num_tokens = args.max_turns * args.max_turn_tokens
+    return torch.rand(num_groups, args.group_size, num_tokens, generator=generator)
 
 
 # --- training samples ---
@@ -560,7 +569,7 @@ def get_extra(t: Trajectory) -> dict:
 
 
 def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
-    """The response starts at the agent's first token; the environment's tokens carry no loss."""
+    """Join the turns. The response starts at the agent's first token."""
     response_ids = []
     response_mask = []
     for role, ids in steps:
@@ -582,7 +591,7 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
     for t in trajectories:
         row = tokenize_steps(t.steps, t.is_experience_replay)
         zeros = [0.0] * len(row["response_ids"])
-        row["sampler_logprobs"] = t.sampler_logprobs or zeros  # practise() has none
+        row["sampler_logprobs"] = t.sampler_logprobs or zeros  # games of the teacher have none
         row["recorded_old_log_probs"] = t.old_log_probs or zeros  # new episodes have none
         row["prompt_ids"] = training_prompt(t)
         row["off_policy"] = [get_extra(t)["off_policy"]]
@@ -623,7 +632,7 @@ def group_advantages(rewards, group_ids, adv_std: bool = True):
         members = group_ids == group
         group_rewards = rewards[members]
         if (group_rewards == group_rewards[0]).all():
-            continue  # the mean of equal floats need not be that float
+            continue  # with rounding, reward - mean would not be exactly 0
         advantages[members] = group_rewards - group_rewards.mean()
         if adv_std:
             advantages[members] /= group_rewards.std() + 1e-6
@@ -676,14 +685,17 @@ def words_of(text: str) -> frozenset:
 
 
 class ExperiencePool:
-    """Notes about earlier episodes. A summarizer writes them, a retriever finds them."""
+    """Notes about earlier episodes. A summarizer writes them, and `search` finds them.
+
+    With --retriever the user's function gives the advice, and the notes are only written.
+    """
 
     def __init__(self, args):
         self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
         self.num_failed_calls = 0
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
-        # A note that quotes a long part of the template is refused. It would be advice that
-        # contains advice.
+        # A note that quotes the template would be advice inside advice: add() refuses it. A short
+        # template is not looked for, because its words may occur in a note by chance.
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         self.retriever = None
@@ -703,11 +715,11 @@ class ExperiencePool:
         return True
 
     def fill_pool(self, trajectories: list[Trajectory], step: int):
-        """Add what the summarizer writes about these episodes. One process asks it."""
+        """Add what the summarizer writes about these episodes. One process calls it."""
         notes = []
         if rank() == 0:
             episodes = [episode_of(t) for t in trajectories]
-            result = call_within_limit(self.summarizer, episodes, self.ask)
+            result = call_within_limit(TIME_LIMIT, self.summarizer, episodes, self.ask)
             is_built_in = self.summarizer is summarize_successes
             writer = "the built-in summarizer" if is_built_in else "--summarizer"
             if not isinstance(result, list):
@@ -724,7 +736,7 @@ class ExperiencePool:
         """Advice for a question, "" if there is none."""
         if self.retriever is None:
             return self.search(question, step)
-        advice = call_within_limit(self.retriever, question, RETRIEVE_TOP_K)
+        advice = call_within_limit(RETRIEVER_TIME_LIMIT, self.retriever, question, RETRIEVE_TOP_K)
         if not isinstance(advice, str):
             self.count_failure("--retriever", advice)
             return ""
@@ -737,9 +749,8 @@ class ExperiencePool:
     def search(self, question: str, step: int) -> str:
         """Notes whose topics share most words with the question; rare words weigh more.
 
-        A note can be read in the iteration after the one that wrote it, not before. This affects
-        validate(), which plays after the notes of the iteration are added. Among notes with equal
-        scores the newest comes first.
+        Notes of this iteration are not read: the evaluation, which comes after they were written,
+        finds the same notes as the training episodes. Among equal scores the newest comes first.
         """
         readable = [record for record in self.records if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
@@ -776,25 +787,6 @@ class ExperiencePool:
         self.num_failed_calls = state["num_failed_calls"]
 
 
-def call_within_limit(function, *inputs):
-    """The result of a user's function; an error or a time-out is returned, not raised."""
-    results = []
-
-    def target():
-        try:
-            results.append(function(*inputs))
-        except BaseException as error:  # sys.exit() in a user's function must not end the run
-            results.append(error)
-
-    # A daemon thread: a call that hangs cannot keep the process alive.
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(TIME_LIMIT)
-    if not results:
-        return TimeoutError(f"no answer within {TIME_LIMIT:.0f} seconds")
-    return results[0]
-
-
 # --- replay: recorded successes ---
 class ExperienceManager:
     """Which tasks are partly solved, and recorded successes of each task."""
@@ -809,8 +801,8 @@ class ExperienceManager:
         """Count the successes of each group, without the replayed members."""
         for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            # Beside a replayed member only n - 1 are fresh. If all of them succeed, the task is
-            # solved, which is written as n.
+            # In a group with a replayed member only n - 1 episodes are fresh. If all of them
+            # succeed, the task is solved. A solved task has the number n.
             self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
@@ -825,12 +817,14 @@ class ExperienceManager:
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        """A number for each success. The lowest is replayed; a full memory drops the highest."""
+        """The success with the lowest number is replayed; a full memory drops the highest.
+
+        It is the entropy. Imitation does not measure it and prefers short successes.
+        """
         if self.args.exp_select_mode == "random":
             return 0.0
-        if not self.args.use_experience_replay:  # --method sft: a short success has few detours
-            return len(t.steps)
-        return t.entropy if self.args.exp_select_mode == "argmin" else -t.entropy
+        value = t.entropy if self.args.use_experience_replay else len(t.steps)
+        return value if self.args.exp_select_mode == "argmin" else -value
 
     def save_trajectories_to_memory(self, trajectories: list[Trajectory]):
         """A full memory drops the least preferred success; among equals the oldest."""
@@ -843,7 +837,7 @@ class ExperienceManager:
     def valid_tasks(self) -> dict[int, list[int]]:
         """Tasks that may be replayed, in buckets: number of successes -> tasks.
 
-        A task that failed in all of its last group may be replayed if it succeeded before.
+        The bucket 0 is one of them: tasks whose last group failed and that succeeded before.
         """
         buckets = {}
         for task, num_successes in sorted(self.num_successes.items()):
@@ -864,9 +858,9 @@ class ExperienceManager:
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
-        """The preferred success of a task, as a list. Among equals it is drawn."""
+        """The preferred success of a task, as a list; among equals a random one."""
         shuffled = rng.sample(self.memory[task], len(self.memory[task]))
-        return sorted(shuffled, key=self.preference)[:1]
+        return [min(shuffled, key=self.preference)]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
         """A recorded success of each task. It takes the last place of its group."""
@@ -909,8 +903,8 @@ class ExperienceMixCollateFn:
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
         """The next tasks of the pass. Tasks that are replayed now keep their place in it.
 
-        A new pass may start while tasks of the last one wait, so a task may wait twice. `excluded`
-        prevents that it is chosen twice in one iteration.
+        When only replayed or retired tasks are left, a new pass is appended. Then a task may wait
+        twice, and `excluded` makes sure that an iteration has it once.
         """
         retired = self.manager.skip_uid_set
         if len(set(self.tasks) - retired - set(experience_tasks)) < count:
@@ -951,7 +945,7 @@ def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
 
 
 def record_successes(manager: ExperienceManager, fresh: list[Trajectory]):
-    """Replay: what the new episodes tell about their tasks, and the successes among them."""
+    """Replay: count the successes of each task and store them."""
     manager.update_difficulty2task_dict(fresh)
     storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
     manager.save_trajectories_to_memory(storable)
@@ -972,10 +966,10 @@ def draw_successes(manager, args, rng) -> list[Trajectory]:
 def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
-    The factor is that of a single token, and at most 1. A token that only the advice made likely is
-    hardly pushed down further. Positive advantages keep their size, because the purpose of
-    stripping is to make such tokens likely without advice. AgentEvolver has no such factor. The
-    factor makes the gradient biased.
+    The token was sampled with the advice, and the policy ratio knows only the question. This factor
+    is the importance weight between the two prompts, for one token and at most 1: a token that only
+    the advice made likely is hardly pushed down. Positive advantages get no factor, because
+    stripping is meant to make such tokens likely without advice. AgentEvolver has no such factor.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -986,9 +980,9 @@ def weaken_stripped_failures(batch: dict):
 def grpo_loss(policy, minibatch: dict, num_tokens, args):
     """-> loss, dict of statistics, log-ratios (B,R)
 
-    Loss and statistics are sums over these rows, divided by all tokens of the minibatch. So they
-    can be summed over micro-batches and ranks, and clipfrac_off is a share of all tokens, too.
-    approx_kl estimates a KL divergence only if all samples are on-policy.
+    Loss and statistics are sums over these rows, divided by the number of tokens of the whole
+    minibatch: then they add up over micro-batches and ranks. clipfrac_off is a share of all tokens,
+    too. approx_kl estimates a KL divergence only if all samples are on-policy.
     """
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
@@ -1022,15 +1016,15 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
     return loss, stats, new_logprobs.detach() - old_logprobs
 
 
-def grpo_update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
+def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, float]:
+    """Take several epochs of minibatch steps.  -> metrics: means over the steps"""
     parameters = optimizer.param_groups[0]["params"]
     device = batch["ids"].device
     steps = []
     num_skipped = 0
     for _ in range(args.update_epochs):
-        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch: a rank fills its rows
-        shuffled = torch.randperm(args.batch_size).to(device)
+        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch and of this rank's rows
+        shuffled = torch.randperm(args.batch_size, generator=generator).to(device)
         for mb_inds in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
             num_tokens = batch["response_mask"][mb_inds].sum()
@@ -1094,45 +1088,6 @@ def validate(player: Player, held_out: list[int], iteration: int):
     return metrics, played
 
 
-def rollout_metrics(fresh, replayed, samples) -> dict:
-    """Means over new episodes, replayed episodes and samples. A mean over nothing is left out."""
-    values = defaultdict(list)
-    groups = defaultdict(list)
-    for t in fresh:
-        groups[t.data_id].append(t.success)
-        values["charts/success_rate"].append(t.success)
-        values["charts/episodic_return"].append(t.reward)
-        values["charts/episodic_length"].append(len(t.turns))
-        if t.guided:
-            values["exp/retrieval_empty_frac"].append(not t.advice)
-        else:
-            values["success/unguided"].append(t.success)
-        if t.advice:
-            values["success/guided"].append(t.success)
-    for t in samples:
-        values["exp/off_frac"].append(get_extra(t)["off_policy"])
-    for group in groups.values():
-        values["groups/all_fail"].append(not any(group))
-        values["groups/all_success"].append(all(group))
-    for t in replayed:
-        values["groups/rescued"].append(not any(groups[t.data_id]))
-    return {name: fmean(x) for name, x in values.items()}
-
-
-def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], iteration: int) -> dict:
-    metrics = {
-        "replay/pool_tasks": sum(len(tasks) for tasks in manager.valid_tasks().values()),
-        "replay/trajectories": sum(len(stored) for stored in manager.memory.values()),
-        "replay/skip_set": len(manager.skip_uid_set),
-        "replay/experience_tasks": len(replayed),
-    }
-    if replayed:
-        metrics["replay/age_mean"] = fmean([iteration - t.version for t in replayed])
-    for num_successes, num_tasks in Counter(manager.num_successes.values()).items():
-        metrics[f"replay/bucket_{num_successes}"] = num_tasks
-    return metrics
-
-
 def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
     """Mean difference of the log-probs of sampler and training pass, on new on-policy samples.
 
@@ -1165,27 +1120,14 @@ def main(args: Args) -> dict[str, float]:
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
-    # A checkpoint holds all weights, but with LoRA only those of the adapters. Then the base model
-    # practises again, from the same seed.
-    if args.model_name is None and (args.lora_rank or not has_checkpoint):
-        practise(player)
-    if args.lora_rank:
-        add_adapters(policy, args)
-        policy.to(device)
-    broadcast_weights(policy)
-    if args.bf16:
-        use_bf16(policy)
-    if args.fsdp:
-        shard(policy, device)
-    trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
-    optimizer = torch.optim.AdamW(
-        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
-    )
+    if args.model_name is None:
+        # With LoRA a checkpoint has the adapters only. The base model practises again, from the
+        # same seed.
+        if args.lora_rank or not has_checkpoint:
+            practise(player)
+    optimizer = prepare_training(policy, args, device)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
-    imitation_args = args
-    if args.imitate_iterations:
-        imitation_args = replace(args, method="sft", **METHODS["sft"])
 
     run = Run(args)
     state = dict(iteration=0, global_step=0)
@@ -1212,14 +1154,16 @@ def main(args: Args) -> dict[str, float]:
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
     for iteration in range(done + 1, args.num_iterations + 1):
         start_time = time.time()
-        # The random numbers of an iteration depend on the seed and the iteration only.
-        torch.manual_seed(args.seed * 1_000_003 + iteration)
+        # The random numbers of an iteration depend on the seed and the iteration only. They have
+        # generators of their own, which environments and functions of the user cannot disturb.
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + iteration)
         exp_rng = random.Random(f"{args.seed}/{iteration}/e")
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        # The options of this iteration: the first iterations may be those of --method sft.
-        phase = imitation_args if iteration <= args.imitate_iterations else args
+        phase = args  # the options of this iteration
+        if iteration <= args.imitate_iterations:
+            phase = replace(args, method="sft", **METHODS["sft"])
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1228,7 +1172,7 @@ def main(args: Args) -> dict[str, float]:
         # 2. play the other episodes of each group, some of them with advice
         tasks_of_groups = experience_tasks + on_policy_tasks
         planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
-        fresh = player.play(planned, iteration, draw_uniforms(phase.num_tasks, phase))
+        fresh = player.play(planned, iteration, draw_uniforms(phase.num_tasks, phase, generator))
         state["global_step"] += len(fresh)
 
         # 3. training samples: a training prompt and a completion
@@ -1238,8 +1182,8 @@ def main(args: Args) -> dict[str, float]:
             trajectories = draw_successes(manager, phase, exp_rng) or trajectories
         batch = samples_to_dataproto(trajectories, device)
 
-        # 4. log-probs before the update. They are compared with those of the sampler and
-        # recorded, and only then replaced by recorded ones.
+        # 4. log-probs before the update. They are compared with those of the sampler, then
+        # recorded. Only then recorded ones may replace them.
         batch["old_logprobs"], entropy = compute_log_prob(policy, batch, phase)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
         if phase.use_experience_replay:
@@ -1249,16 +1193,17 @@ def main(args: Args) -> dict[str, float]:
             batch["old_logprobs"] = _replace_recorded_old_log_probs(batch, batch["old_logprobs"])
 
         # 5. advantages
-        advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
         if phase.method == "sft":
             advantages = batch["successes"]  # 1 or 0
+        else:
+            advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
         if phase.train_sample_expmode != "keep":
             weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
         # 6. update
-        losses = grpo_update(policy, optimizer, batch, phase)
+        losses = grpo_update(policy, optimizer, batch, phase, generator)
         update_time = time.time() - start_time - rollout_time
 
         # 7. notes about the new episodes
@@ -1307,6 +1252,20 @@ def main(args: Args) -> dict[str, float]:
     return metrics
 
 
+def prepare_training(policy: Policy, args, device):
+    """Adapters, bfloat16 and sharding, as the options say, in this order.  -> the optimizer"""
+    if args.lora_rank:
+        add_adapters(policy, args)
+        policy.to(device)
+    broadcast_weights(policy)
+    if args.bf16:
+        use_bf16(policy)
+    if args.fsdp:
+        shard(policy, device)
+    trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
+    return torch.optim.AdamW(trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
+
+
 def make_player(args, tasks: list[int], held_out: list[int], device) -> Player:
     """Load or make the model, the environments and the pool of notes."""
     envs = [TextEnv(args) for _ in range(args.batch_size)]
@@ -1333,6 +1292,46 @@ def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
     return player.play(planned, 0, draw_uniforms(num_tasks, args))
 
 
+# --- metrics ---
+def rollout_metrics(fresh, replayed, samples) -> dict:
+    """Means over new episodes, replayed episodes and samples. A mean over nothing is left out."""
+    values = defaultdict(list)
+    groups = defaultdict(list)
+    for t in fresh:
+        groups[t.data_id].append(t.success)
+        values["charts/success_rate"].append(t.success)
+        values["charts/episodic_return"].append(t.reward)
+        values["charts/episodic_length"].append(len(t.turns))
+        if t.guided:
+            values["exp/retrieval_empty_frac"].append(not t.advice)
+        else:
+            values["success/unguided"].append(t.success)
+        if t.advice:
+            values["success/guided"].append(t.success)
+    for t in samples:
+        values["exp/off_frac"].append(get_extra(t)["off_policy"])
+    for group in groups.values():
+        values["groups/all_fail"].append(not any(group))
+        values["groups/all_success"].append(all(group))
+    for t in replayed:
+        values["groups/rescued"].append(not any(groups[t.data_id]))
+    return {name: fmean(x) for name, x in values.items()}
+
+
+def replay_metrics(manager: ExperienceManager, replayed: list[Trajectory], iteration: int) -> dict:
+    metrics = {
+        "replay/pool_tasks": sum(len(tasks) for tasks in manager.valid_tasks().values()),
+        "replay/trajectories": sum(len(stored) for stored in manager.memory.values()),
+        "replay/skip_set": len(manager.skip_uid_set),
+        "replay/experience_tasks": len(replayed),
+    }
+    if replayed:
+        metrics["replay/age_mean"] = fmean([iteration - t.version for t in replayed])
+    for num_successes, num_tasks in Counter(manager.num_successes.values()).items():
+        metrics[f"replay/bucket_{num_successes}"] = num_tasks
+    return metrics
+
+
 # --- task: environments ---
 NAMES = (
     "amber brass cedar delta ember flint grove hazel ivory jade kelp lunar maple north opal "
@@ -1351,6 +1350,8 @@ class LockEnv:
     actions = ("red", "green", "blue", "gold")
 
     def __init__(self, num_families: int = 12):
+        if num_families > len(NAMES):
+            raise ValueError(f"the lock game has at most {len(NAMES)} families")
         self.names = NAMES[:num_families]
 
     def reset(self, seed: int):
@@ -1371,28 +1372,6 @@ class LockEnv:
             return f"click {self.slot}", 0.0, False, False, {}
         experience = f"{self.name} : " + " ".join(self.secret)
         return "open", 1.0, True, False, dict(experience=experience)
-
-
-@functools.cache
-def load_module(path: str):
-    """A file is loaded once, with its folder on the path for imports of its own."""
-    if not path.endswith(".py"):
-        return importlib.import_module(path)
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def load_object(place: str):
-    """file.py:name or module:name"""
-    path, _, name = place.rpartition(":")
-    module = load_module(path)
-    if not hasattr(module, name):
-        sys.exit(f"{place}: there is no {name} in {path}")
-    return getattr(module, name)
 
 
 class TextEnv:
@@ -1444,6 +1423,49 @@ class TextEnv:
         success = info.get("success", terminated and has_earned)
         info = info | dict(success=bool(success))  # it may be a NumPy value, which JSON refuses
         return str(observation), float(reward), bool(terminated), bool(truncated), info
+
+
+# --- task: functions and classes of the user ---
+@functools.cache
+def load_module(path: str):
+    """A file is loaded once, with its folder on the path for imports of its own."""
+    if not path.endswith(".py"):
+        return importlib.import_module(path)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_object(place: str):
+    """file.py:name or module:name"""
+    path, _, name = place.rpartition(":")
+    module = load_module(path)
+    if not hasattr(module, name):
+        sys.exit(f"{place}: there is no {name} in {path}")
+    return getattr(module, name)
+
+
+def call_within_limit(seconds: float, function, *inputs):
+    """The result of a user's function. An error or a time-out is returned, not raised."""
+    results = []
+
+    def target():
+        try:
+            results.append(function(*inputs))
+        except BaseException as error:  # sys.exit() in a user's function must not end the run
+            traceback.print_exc()
+            results.append(error)
+
+    # A daemon thread: a call that hangs cannot keep the process alive.
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not results:
+        return TimeoutError(f"no answer within {seconds:.0f} seconds")
+    return results[0]
 
 
 # --- task: practice of the tiny model ---
@@ -1824,15 +1846,34 @@ def as_typed(args, name: str) -> str:
 
 def check_method(args):
     """Raise ValueError if an option contradicts --method. sft accepts all of them."""
-    fixed = ["train_sample_expmode"]
-    if args.method in ("baseline", "ec", "ei"):
-        fixed.append("train_sample_keepratio")
-    plays_with_advice = args.train_rollout_expmode != "woexp"
-    if plays_with_advice == (args.method == "baseline"):
-        fixed.append("train_rollout_expmode")
-    for name in fixed:
-        if getattr(args, name) != METHODS[args.method][name] and args.method != "sft":
-            raise ValueError(f"--method {args.method} contradicts {as_typed(args, name)}")
+    if args.method == "sft":
+        return
+    contradictory = []
+    for name in ("train_sample_expmode", "train_sample_keepratio"):
+        is_free = args.method == "het" and name == "train_sample_keepratio"
+        if getattr(args, name) != METHODS[args.method][name] and not is_free:
+            contradictory.append(name)
+    trains_with_advice = args.train_rollout_expmode != "woexp"
+    if trains_with_advice != (args.method != "baseline"):
+        contradictory.append("train_rollout_expmode")
+    if contradictory:
+        raise ValueError(f"--method {args.method} contradicts {as_typed(args, contradictory[0])}")
+
+
+def check_shares(args):
+    """Raise ValueError if a share of the episodes or tasks would be rounded down to nobody."""
+    num_guided = math.floor(args.group_size * args.rollout_expratio + 1e-9)
+    modes = (args.train_rollout_expmode, args.val_rollout_expmode)
+    if "mixed" in modes and num_guided == 0 and args.rollout_expratio > 0:
+        raise ValueError(
+            f"{as_typed(args, 'rollout_expratio')}: of {args.group_size} episodes none gets advice"
+        )
+    num_keeping = math.floor(args.num_tasks * args.train_sample_keepratio + 1e-9)
+    if args.method == "het" and not 0 < num_keeping < args.num_tasks:
+        raise ValueError(
+            f"{as_typed(args, 'train_sample_keepratio')}: of {args.num_tasks} tasks {num_keeping} "
+            "keep the advice, but --method het needs tasks that keep and tasks that strip"
+        )
 
 
 def check_options(args):
@@ -1844,17 +1885,22 @@ def check_options(args):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"{as_typed(args, name)}: must be from 0 to 1")
     check_method(args)
-    if args.experience_pool and not args.uses_pool:
-        raise ValueError("no episode gets advice, so nothing reads --experience-pool")
+    for name in ("experience_pool", "summarizer", "retriever"):
+        if getattr(args, name) and not args.uses_pool:
+            raise ValueError(f"no episode gets advice, so {as_typed(args, name)} does nothing")
     if not args.enable and args.imitate_iterations:
         raise ValueError("--no-enable contradicts --imitate-iterations, which plays with advice")
     imitates = args.method == "sft" or args.imitate_iterations > 0
     if imitates and args.use_experience_replay:
         raise ValueError("imitation cannot be combined with --use-experience-replay")
-    if args.retire_solved and not args.use_experience_replay:
-        raise ValueError("--retire-solved needs --use-experience-replay")
+    for name, off in (("retire_solved", False), ("replay_old_logp", "current")):
+        if getattr(args, name) != off and not args.use_experience_replay:
+            raise ValueError(f"{as_typed(args, name)} needs --use-experience-replay")
     if args.group_size == 1 and args.method != "sft":
-        raise ValueError("--group-size 1: must be at least 2, a reward is compared with others")
+        raise ValueError(
+            "--group-size 1: must be at least 2, because a reward is compared with the group's"
+        )
+    check_shares(args)
     if args.experience_template.count("{}") != 1:
         raise ValueError("--experience-template needs exactly one {}")
     for name in ("env", "summarizer", "retriever"):

@@ -27,7 +27,7 @@ def install(het, coefficient: float = 1.0):
         state["trajectories"] = trajectories
         return samples_to_dataproto(trajectories, device)
 
-    def update(policy, optimizer, batch, args):
+    def update(policy, optimizer, batch, args, generator):
         if "teacher" not in state:
             state["teacher"] = copy.deepcopy(policy).requires_grad_(False)
         trajectories = state["trajectories"]
@@ -38,7 +38,7 @@ def install(het, coefficient: float = 1.0):
         teacher_logprobs, _ = het.compute_log_prob(state["teacher"], view, args)
         gap = (teacher_logprobs - batch["old_logprobs"]) * torch.tensor(taught).to(device)
         batch["advantages"] = batch["advantages"] + coefficient * gap
-        return grpo_update(policy, optimizer, batch, args)
+        return grpo_update(policy, optimizer, batch, args, generator)
 
     het.Player.start_game = start_and_look_up
     het.samples_to_dataproto = remember

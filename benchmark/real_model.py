@@ -45,7 +45,7 @@ ARMS = {  # name: flags, seeds
     "plain PPO": ("", (1, 2, 3, 4, 5)),
     "replay": (REPLAY, (1, 2, 3, 4, 5)),
     IMITATION: ("", (1, 2, 3, 4, 5)),
-    LORA: ("--lora-rank 16", (1, 2, 3)),
+    LORA: ("--lora-rank 16", (1, 2, 3, 4, 5)),
     "plain PPO, whitened": ("--norm-adv", (1, 2, 3)),
     "replay, whitened": (f"{REPLAY} --norm-adv", (1, 2, 3)),
     "lag 8, decoupled": ("--rollout-lag 8 --correction decoupled", (1,)),
@@ -61,7 +61,13 @@ GRID = {
         *RATES,
         "--update-epochs 4",
     ],  # supervised steps of 32 an iteration; two where nothing is said
-    LORA: ["--learning-rate 4e-4", "--learning-rate 2e-4", "--learning-rate 1e-4"],
+    LORA: [
+        "--learning-rate 1.6e-3",
+        "--learning-rate 8e-4",
+        "--learning-rate 4e-4",
+        "--learning-rate 2e-4",
+        "--learning-rate 1e-4",
+    ],
 }
 
 

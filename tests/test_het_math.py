@@ -169,6 +169,7 @@ def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(
     function, words, capsys, monkeypatch
 ):
     monkeypatch.setattr(het, "TIME_LIMIT", 0.05)
+    monkeypatch.setattr(het, "RETRIEVER_TIME_LIMIT", 0.05)
     pool = het.ExperiencePool(het.Args())
     pool.summarizer = pool.retriever = function
     pool.fill_pool([game()], 0)
@@ -373,6 +374,10 @@ def test_presets():
         (dict(method="ei", enable=False), "--no-enable contradicts --method ei"),
         (dict(group_size=1), "--group-size 1: must be at least 2"),
         (dict(retire_solved=True), "needs --use-experience-replay"),
+        (dict(replay_old_logp="recorded"), "needs --use-experience-replay"),
+        (dict(num_tasks=1), "of 1 tasks 0 keep the advice"),
+        (dict(rollout_expratio=0.1), "--rollout-expratio 0.1: of 8 episodes none gets advice"),
+        (dict(method="baseline", summarizer="x"), "no episode gets advice, so --summarizer x"),
         (
             dict(
                 method="sft",
@@ -387,7 +392,9 @@ def test_presets():
 def test_an_option_without_effect_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         het.Args(**options)
-    assert het.Args(method="sft", group_size=1).batch_size == 8, "imitation needs no group"
+    nobody = dict(train_rollout_expmode="woexp", val_rollout_expmode="woexp")
+    alone = het.Args(method="sft", group_size=1, **nobody)
+    assert alone.batch_size == 8, "imitation needs no group"
 
 
 # --- the games of the study ---

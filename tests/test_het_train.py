@@ -119,7 +119,7 @@ def advice(tmp_path):
 @pytest.fixture
 def in_order(monkeypatch):
     """Minibatches are made of rows in their order."""
-    monkeypatch.setattr(torch, "randperm", torch.arange)
+    monkeypatch.setattr(torch, "randperm", lambda count, generator: torch.arange(count))
 
 
 # --- experience in the training step ---
@@ -420,6 +420,20 @@ def test_a_run_ends_with_an_episode_of_each_kind(tmp_path, capsys, advice):
 
 
 # --- what is off ---
+def test_random_numbers_of_an_environment_do_not_move_those_of_training(tmp_path, monkeypatch):
+    """On several ranks each environment runs on one of them, and all must shuffle the batch alike."""
+    run(tmp_path / "quiet", init_exp_before_training=0)
+    take_turn = het.Player.take_turn
+
+    def noisy(*args):
+        torch.rand(3)
+        return take_turn(*args)
+
+    monkeypatch.setattr(het.Player, "take_turn", noisy)
+    run(tmp_path / "noisy", init_exp_before_training=0)
+    assert_same_run(tmp_path / "quiet", tmp_path / "noisy")
+
+
 def test_everything_off_is_plain_grpo(tmp_path, monkeypatch):
     """Share 0 of a poisoned pool, and a memory of NaNs that is never drawn from, change no number."""
     run(tmp_path / "plain", method="baseline")
