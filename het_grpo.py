@@ -18,9 +18,9 @@ plays each task several times, and the reward of an episode is compared with the
         several epochs of clipped policy-gradient steps               grpo_update
         pool += notes about the new episodes                          fill_pool
 
-Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET,
-from AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows in the training
-sample. Here is an episode of the lock game, with the two samples that it can become:
+Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET;
+AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows in the training sample.
+Here is an episode of the lock game, with the two samples that it can become:
 
     prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
     turns                  red -> click 1    gold -> jam 1    blue -> click 2 ...
