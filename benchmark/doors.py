@@ -18,27 +18,6 @@ KEYS = ("red", "green", "blue", "gold")
 FIRST, SECOND = "First, the key is", "Second, the key is"
 
 
-def retell(episodes, ask):
-    """A summarizer for het_grpo.py: the policy writes down what was done in each success.
-
-    Without a chat template it goes on with a text, so the question is the beginning of a game.
-    """
-    won = [episode for episode in episodes if episode["success"]]
-    prompts = []
-    for episode in won:
-        question = episode["text"].split("\n> ")[0]
-        prompts.append(
-            f"{episode['text']}\n\nThe next player plays the same game and makes the same moves:\n"
-            f"{question}\n>"
-        )
-    notes = []
-    for episode, answer in zip(won, ask(prompts, max_tokens=12) if won else [], strict=True):
-        words = [word for word in answer.lower().split() if word in KEYS]
-        if len(words) > 1:
-            notes.append((episode["topic"], note(episode["topic"], words[0], words[1])))
-    return notes
-
-
 def note(name: str, first: str, second: str) -> str:
     return f"The {name} door:\n{FIRST} {first}\n{SECOND} {second}"
 
