@@ -43,36 +43,20 @@ Before RL the tiny model takes 400 supervised steps on locks with random secrets
 advice in 60 % of the games and then tries to follow it in 80 % of the turns. So the model can
 follow advice before the first iteration.
 
-What differs from the papers (docs/het_grpo.md has a table):
+What differs from the papers, in short (docs/het_grpo.md has a table with all of it):
 
-    GRPO
-        The upper clip is wider than the lower one.
-        Where the advantage is negative, a large ratio has no gradient (dual clip).
-        There is no KL penalty.
-        The loss is a mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
-
-    AgentEvolver
-        There is no KL penalty.
-        The built-in notes repeat the actions of a success. A language model writes AgentEvolver's.
-        Where the advantage is negative, the weight of a stripped token is the probability of the
-        token without the advice, divided by that with the advice (weaken_stripped_failures).
-
-    ExGRPO
-        Replayed tokens have a wider clip. ExGRPO shapes their ratio w into w / (w + 0.1).
-        The ratio of a replayed token is relative to the policy before the update. In ExGRPO it is
-        relative to the policy that sampled the token, as with --replay-old-logp recorded.
-        Replay starts with the first success, not later.
-        A number of successes is drawn uniformly, and then one of the tasks with this number.
-        Solved tasks are still played, unless --retire-solved.
-        A success is chosen by the entropy that was measured when it was recorded.
-        Successes with advice and without are recorded together.
+    GRPO           The upper clip is wider than the lower one, and a large ratio has no gradient
+                   where the advantage is negative. There is no KL penalty. The loss is a mean over
+                   all tokens of a minibatch, not over responses (arXiv:2503.14476).
+    AgentEvolver   The built-in notes repeat the actions of a success. A language model writes
+                   AgentEvolver's. Stripped failures are weighed down (weaken_stripped_failures).
+    ExGRPO         A replayed token has a wide clip, and its ratio is relative to the policy before
+                   the update. ExGRPO divides by the policy that sampled it and shapes the ratio.
 
 What a reader of the curves should know:
 
     Guided and unguided episodes of a task share one group mean. Where advice helps, an unguided
     episode is compared with a mean that advice has raised.
-    With het and replay, a recorded success that was played with advice decides whether its whole
-    group keeps or strips. Such successes have a low entropy, so more than half of the groups keep.
     The baseline is evaluated on all held-out tasks. The other methods split these tasks: one half
     with advice, the other half without. global_step counts the first round of notes, too.
     The held-out locks have the same twelve secrets for every seed.
@@ -261,6 +245,12 @@ class Args:
     def batch_size(self) -> int:
         return self.num_tasks * self.group_size
 
+    def in_iteration(self, iteration: int) -> "Args":
+        """The options of an iteration: the first --imitate-iterations have --method sft."""
+        if iteration > self.imitate_iterations:
+            return self
+        return replace(self, method="sft", imitate_iterations=0, **METHODS["sft"])
+
     @property
     def uses_pool(self) -> bool:
         """Whether some episodes get advice."""
@@ -343,7 +333,7 @@ def compute_log_prob(policy, batch: dict, args):
     return logprobs, entropy
 
 
-# --- rollout ---
+# --- hybrid experience training: who gets advice, and which prompt is trained ---
 def empty_list():
     """The default of a field: a new list for each object."""
     return dataclasses.field(default_factory=list)
@@ -379,6 +369,14 @@ class Trajectory:
         return self.advised_ids + [token for _, ids in self.steps for token in ids]
 
 
+def inject_experience(question: str, advice: str, template: str) -> str:
+    """Put the advice before the question. The texts may have braces: str.format would fail."""
+    if not advice:
+        return question
+    before, _, after = template.partition("{}")
+    return before + advice + after + question
+
+
 def training_prompt(t: Trajectory) -> list[int]:
     """The idea of hybrid experience training: which prompt the completion follows.
 
@@ -388,20 +386,37 @@ def training_prompt(t: Trajectory) -> list[int]:
     return t.advised_ids if t.keep else t.prompt_ids
 
 
-def draw(count: int, mode: str, ratio: float, rng) -> list[bool]:
-    """Choose which episodes of a group get advice, or which tasks keep it in their samples."""
+def get_extra(t: Trajectory) -> dict:
+    """Properties of a sample that decide how its tokens are treated in the update."""
+    is_stripped = bool(t.advice) and not t.keep
+    is_replayed = t.is_experience_replay
+    return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
+
+
+def share_of(mode: str, ratio: float) -> float:
+    """What a mode means: nobody, everybody, or a share of them (mixed, hybrid)."""
     if mode in ("woexp", "discard"):
-        ratio = 0.0
+        return 0.0
     if mode in ("all", "keep"):
-        ratio = 1.0
-    num_chosen = math.floor(count * ratio + 1e-9)  # floats: 100 x 0.29 is 28.999999999999996
-    chosen = rng.sample(range(count), num_chosen)
+        return 1.0
+    return ratio
+
+
+def num_chosen(count: int, share: float) -> int:
+    return math.floor(count * share + 1e-9)  # floats: 100 x 0.29 is 28.999999999999996
+
+
+def draw(count: int, share: float, rng) -> list[bool]:
+    """Choose a share of the episodes of a group, or of the tasks of an iteration."""
+    chosen = rng.sample(range(count), num_chosen(count, share))
     return [i in chosen for i in range(count)]
 
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """The episodes to play: the group of each task, without the member that is replayed."""
-    keeps = draw(len(tasks), args.train_sample_expmode, args.train_sample_keepratio, rng)
+    guided_share = share_of(args.train_rollout_expmode, args.rollout_expratio)
+    keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
+    keeps = draw(len(tasks), keep_share, rng)
     for t in replayed:
         # All members of a group keep the advice, or all strip it. A recorded success that had
         # advice decides, because its log-probs were recorded with one of the two prompts.
@@ -410,21 +425,28 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-        guided = draw(num_fresh, args.train_rollout_expmode, args.rollout_expratio, rng)
+        guided = draw(num_fresh, guided_share, rng)
         for i in range(num_fresh):
             t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
             planned.append(t)
     return planned
 
 
-def inject_experience(question: str, advice: str, template: str) -> str:
-    """Put the advice before the question. The texts may have braces: str.format would fail."""
-    if not advice:
-        return question
-    before, _, after = template.partition("{}")
-    return before + advice + after + question
+def weaken_stripped_failures(batch: dict):
+    """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
+
+    The token was sampled with the advice, and the policy ratio knows only the question. This factor
+    is the importance weight between the two prompts, for one token and at most 1: a token that only
+    the advice made likely is hardly pushed down. Positive advantages get no factor, because
+    stripping is meant to make such tokens likely without advice. AgentEvolver has no such factor.
+    """
+    is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
+    weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
+    weights = weights.where(is_stripped & (batch["advantages"] < 0), 1.0)
+    batch["advantages"] = batch["advantages"] * weights
 
 
+# --- rollout ---
 def sample_token(logits, uniforms):
     """The token at which the cumulative distribution passes the uniform number.  -> (B,)
 
@@ -482,7 +504,7 @@ class Player:
 
     def start_game(self, t: Trajectory, env, retrieve, iteration: int):
         t.question, info = env.reset(t.task)
-        t.topic = info["topic"]
+        t.topic = str(info["topic"])
         if t.guided:
             t.advice = retrieve(t.question, iteration)
         prompt = inject_experience(t.question, t.advice, self.args.experience_template)
@@ -500,7 +522,7 @@ class Player:
         if terminated or truncated or len(t.turns) == self.args.max_turns:
             t.success = info.get("success", False)
             actions = " ".join(turn["action"] for turn in t.turns)
-            t.experience = info.get("experience", f"{t.topic} : {actions}")
+            t.experience = str(info.get("experience", f"{t.topic} : {actions}"))
             return False
         reply_ids = self.dialogue.reply(observation, ids)
         t.steps.append(("env", reply_ids))
@@ -561,15 +583,8 @@ def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) 
     return replace(stored, data_id=data_id, rollout_id=rollout_id, is_experience_replay=True)
 
 
-def get_extra(t: Trajectory) -> dict:
-    """Properties of a sample that decide how its tokens are treated in the update."""
-    is_stripped = bool(t.advice) and not t.keep
-    is_replayed = t.is_experience_replay
-    return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
-
-
 def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
-    """Join the turns. The response starts at the agent's first token."""
+    """Join the token ids of the turns. The response starts at the agent's first token."""
     response_ids = []
     response_mask = []
     for role, ids in steps:
@@ -589,12 +604,13 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
     """The batch of tensors that is described above `Policy`."""
     columns = defaultdict(list)
     for t in trajectories:
-        row = tokenize_steps(t.steps, t.is_experience_replay)
+        extra = get_extra(t)
+        row = tokenize_steps(t.steps, extra["is_experience_replay"])
         zeros = [0.0] * len(row["response_ids"])
         row["sampler_logprobs"] = t.sampler_logprobs or zeros  # games of the teacher have none
         row["recorded_old_log_probs"] = t.old_log_probs or zeros  # new episodes have none
         row["prompt_ids"] = training_prompt(t)
-        row["off_policy"] = [get_extra(t)["off_policy"]]
+        row["off_policy"] = [extra["off_policy"]]
         for name, values in row.items():
             columns[name].append(values)
     ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
@@ -706,6 +722,8 @@ class ExperiencePool:
 
     def add(self, topic: str, text: str, step: int) -> bool:
         """Add a note that is new.  -> False if it is empty or quotes the template"""
+        topic = str(topic)  # a checkpoint cannot hold a subclass such as numpy.str_
+        text = str(text)
         has_template = len(self.marker) > 20 and self.marker in text
         if has_template or not (topic and text):
             return False
@@ -895,37 +913,36 @@ class ExperienceMixCollateFn:
         """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
         experience_tasks = []
         if self.args.use_experience_replay:
-            max_replayed = math.floor(self.args.num_tasks * self.args.exp_ratio + 1e-9)
+            max_replayed = num_chosen(self.args.num_tasks, self.args.exp_ratio)
             experience_tasks = self.manager.sample_tasks_from_replaypool(max_replayed, rng)
         num_others = self.args.num_tasks - len(experience_tasks)
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """The next tasks of the pass. Tasks that are replayed now keep their place in it.
+        """The next tasks of the pass, without the retired ones.
 
-        When only replayed or retired tasks are left, a new pass is appended. Then a task may wait
-        twice, and `excluded` makes sure that an iteration has it once.
+        Tasks that are replayed now keep their place in the pass. So do tasks that come up twice,
+        because a new pass began while they were waiting.
         """
         retired = self.manager.skip_uid_set
         if len(set(self.tasks) - retired - set(experience_tasks)) < count:
             retired = set()  # too few are left: retired tasks are played again
-        excluded = retired | set(experience_tasks)
         chosen = []
+        kept = []
         while len(chosen) < count:
-            ready = [task for task in self.waiting if task not in excluded]
-            if not ready:
-                self.start_pass(retired)
-                continue
-            chosen.append(ready[0])
-            excluded.add(ready[0])
-            self.waiting.remove(ready[0])
+            if not self.waiting:
+                self.start_pass()
+            task = self.waiting.pop(0)
+            if task in experience_tasks or task in chosen:
+                kept.append(task)
+            elif task not in retired:
+                chosen.append(task)
+        self.waiting = kept + self.waiting
         return chosen
 
-    def start_pass(self, retired: set[int]):
-        """Append all tasks in a new order to those that are still waiting."""
+    def start_pass(self):
         rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
-        self.waiting = [task for task in self.waiting if task not in retired]
-        self.waiting += rng.sample(self.tasks, len(self.tasks))
+        self.waiting = rng.sample(self.tasks, len(self.tasks))
         self.num_passes += 1
 
     def state_dict(self) -> dict:
@@ -954,7 +971,8 @@ def record_successes(manager: ExperienceManager, fresh: list[Trajectory]):
 # --- imitation: --method sft ---
 def draw_successes(manager, args, rng) -> list[Trajectory]:
     """A batch of the run's successes, with replacement; keep or strip is drawn for each sample."""
-    keeps = draw(args.batch_size, args.train_sample_expmode, args.train_sample_keepratio, rng)
+    keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
+    keeps = draw(args.batch_size, keep_share, rng)
     stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
     if not stored:
         return []
@@ -963,21 +981,30 @@ def draw_successes(manager, args, rng) -> list[Trajectory]:
 
 
 # --- update ---
-def weaken_stripped_failures(batch: dict):
-    """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
+def grpo_token_losses(new_logprobs, minibatch: dict, args) -> dict:
+    """Clipped surrogate of each token. Off-policy tokens have an upper clip range of their own."""
+    old_logprobs = minibatch["old_logprobs"]
+    advantages = minibatch["advantages"]
+    is_off = minibatch["exp_mask"] == 1
+    on_loss, on_clipped = policy_loss(
+        new_logprobs, old_logprobs, advantages, CLIP_LOW, CLIP_HIGH, DUAL_CLIP
+    )
+    off_loss, off_clipped = policy_loss(
+        new_logprobs, old_logprobs, advantages, CLIP_LOW, args.off_cliprange_high, DUAL_CLIP
+    )
+    return dict(
+        policy_loss=torch.where(is_off, off_loss, on_loss),
+        clipfrac_on=on_clipped.where(~is_off, 0.0),
+        clipfrac_off=off_clipped.where(is_off, 0.0),
+    )
 
-    The token was sampled with the advice, and the policy ratio knows only the question. This factor
-    is the importance weight between the two prompts, for one token and at most 1: a token that only
-    the advice made likely is hardly pushed down. Positive advantages get no factor, because
-    stripping is meant to make such tokens likely without advice. AgentEvolver has no such factor.
-    """
-    is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
-    weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
-    weights = weights.where(is_stripped & (batch["advantages"] < 0), 1.0)
-    batch["advantages"] = batch["advantages"] * weights
+
+def sft_token_losses(new_logprobs, minibatch: dict) -> dict:
+    """Cross-entropy on successes: their advantage is 1. There is no clip."""
+    return dict(policy_loss=-minibatch["advantages"] * new_logprobs)
 
 
-def grpo_loss(policy, minibatch: dict, num_tokens, args):
+def minibatch_loss(policy, minibatch: dict, num_tokens, args):
     """-> loss, dict of statistics, log-ratios (B,R)
 
     Loss and statistics are sums over these rows, divided by the number of tokens of the whole
@@ -987,29 +1014,17 @@ def grpo_loss(policy, minibatch: dict, num_tokens, args):
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
     old_logprobs = minibatch["old_logprobs"]
-    advantages = minibatch["advantages"]
     new_logprobs, entropy = logprobs_and_entropy(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
-
-    on_loss, on_clipped = policy_loss(
-        new_logprobs, old_logprobs, advantages, CLIP_LOW, CLIP_HIGH, DUAL_CLIP
-    )
-    off_loss, off_clipped = policy_loss(
-        new_logprobs, old_logprobs, advantages, CLIP_LOW, args.off_cliprange_high, DUAL_CLIP
-    )
-    pg_loss = torch.where(is_off == 1, off_loss, on_loss)
-    clipped = dict(clipfrac_on=on_clipped * (1 - is_off), clipfrac_off=off_clipped * is_off)
-    if args.method == "sft":  # cross-entropy, without a clip; the advantage of a success is 1
-        pg_loss = -advantages * new_logprobs
-        clipped = {}
-    per_token = clipped | dict(
-        policy_loss=pg_loss,
-        on_policy_loss=pg_loss * (1 - is_off),
-        off_policy_loss=pg_loss * is_off,
-        entropy=entropy,
-        approx_kl=k3_kl(old_logprobs, new_logprobs.detach()),
-    )
+    if args.method == "sft":
+        per_token = sft_token_losses(new_logprobs, minibatch)
+    else:
+        per_token = grpo_token_losses(new_logprobs, minibatch, args)
+    per_token["on_policy_loss"] = per_token["policy_loss"] * (1 - is_off)
+    per_token["off_policy_loss"] = per_token["policy_loss"] * is_off
+    per_token["entropy"] = entropy
+    per_token["approx_kl"] = k3_kl(old_logprobs, new_logprobs.detach())
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}
     loss = means["policy_loss"] - args.ent_coef * means["entropy"]
     stats = {name: mean.detach() for name, mean in means.items()}
@@ -1032,7 +1047,7 @@ def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, fl
             stats = {}
             for micro_inds in my_inds.tensor_split(args.gradient_accumulation_steps):
                 micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, micro_stats, logratio = grpo_loss(policy, micro_batch, num_tokens, args)
+                loss, micro_stats, logratio = minibatch_loss(policy, micro_batch, num_tokens, args)
                 loss.backward()
                 logratios[micro_inds] = logratio
                 for name, value in micro_stats.items():
@@ -1071,7 +1086,8 @@ def validate(player: Player, held_out: list[int], iteration: int):
     """
     args = player.args
     rng = random.Random(0)
-    guided = draw(len(held_out), args.val_rollout_expmode, args.rollout_expratio, rng)
+    guided_share = share_of(args.val_rollout_expmode, args.rollout_expratio)
+    guided = draw(len(held_out), guided_share, rng)
     planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
     played = player.play(planned, iteration)
     unguided = [t for t in played if not t.guided]
@@ -1161,9 +1177,7 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        phase = args  # the options of this iteration
-        if iteration <= args.imitate_iterations:
-            phase = replace(args, method="sft", **METHODS["sft"])
+        phase = args.in_iteration(iteration)
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1861,14 +1875,18 @@ def check_method(args):
 
 
 def check_shares(args):
-    """Raise ValueError if a share of the episodes or tasks would be rounded down to nobody."""
-    num_guided = math.floor(args.group_size * args.rollout_expratio + 1e-9)
+    """Raise ValueError if a share is so small that it is rounded down to 0 episodes or tasks."""
     modes = (args.train_rollout_expmode, args.val_rollout_expmode)
-    if "mixed" in modes and num_guided == 0 and args.rollout_expratio > 0:
-        raise ValueError(
-            f"{as_typed(args, 'rollout_expratio')}: of {args.group_size} episodes none gets advice"
-        )
-    num_keeping = math.floor(args.num_tasks * args.train_sample_keepratio + 1e-9)
+    counts = {}
+    if "mixed" in modes:
+        counts["rollout_expratio"] = args.group_size
+    if args.use_experience_replay:
+        counts["exp_ratio"] = args.num_tasks
+    for name, count in counts.items():
+        share = getattr(args, name)
+        if share > 0 and num_chosen(count, share) == 0:
+            raise ValueError(f"{as_typed(args, name)}: it is 0 of {count} after rounding down")
+    num_keeping = num_chosen(args.num_tasks, args.train_sample_keepratio)
     if args.method == "het" and not 0 < num_keeping < args.num_tasks:
         raise ValueError(
             f"{as_typed(args, 'train_sample_keepratio')}: of {args.num_tasks} tasks {num_keeping} "
@@ -1901,6 +1919,10 @@ def check_options(args):
             "--group-size 1: must be at least 2, because a reward is compared with the group's"
         )
     check_shares(args)
+    for name in ("init_exp_before_training", "updated_freq", "imitate_iterations", "ent_coef"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"{as_typed(args, name)}: must not be negative")
+    args.in_iteration(1)  # the options of imitation are checked as well
     if args.experience_template.count("{}") != 1:
         raise ValueError("--experience-template needs exactly one {}")
     for name in ("env", "summarizer", "retriever"):

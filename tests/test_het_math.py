@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -20,15 +21,11 @@ def rng(seed=0):
 # --- shares ---
 def test_shares():
     for n, guided in ((8, 4), (1, 0), (3, 1), (5, 2)):
-        assert sum(het.draw(n, "mixed", 0.5, rng())) == guided
-    assert sum(het.draw(100, "hybrid", 0.29, rng())) == 29
-    assert [sum(het.draw(8, mode, 0.5, rng())) for mode in ("all", "keep", "woexp", "discard")] == [
-        8,
-        8,
-        0,
-        0,
-    ]
-    assert len({tuple(het.draw(4, "mixed", 0.5, rng(i))) for i in range(200)}) == 6, (
+        assert sum(het.draw(n, 0.5, rng())) == guided
+    assert sum(het.draw(100, 0.29, rng())) == 29
+    modes = ("all", "keep", "woexp", "discard", "mixed", "hybrid")
+    assert [het.share_of(mode, 0.3) for mode in modes] == [1, 1, 0, 0, 0.3, 0.3]
+    assert len({tuple(het.draw(4, 0.5, rng(i))) for i in range(200)}) == 6, (
         "all C(4,2) places come up"
     )
 
@@ -176,6 +173,13 @@ def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(
     assert pool.retrieve("amber", 1) == ""
     assert pool.num_failed_calls == 2 and not pool.records
     assert capsys.readouterr().out.count(words) == 2
+
+
+def test_notes_are_plain_strings():
+    """An environment may choose its topics with NumPy; torch.load refuses such strings in a checkpoint."""
+    pool = het.ExperiencePool(het.Args())
+    pool.add(np.str_("amber"), np.str_("red"), 0)
+    assert [type(value) for value in pool.records[0].values()] == [str, str, int]
 
 
 def test_a_retriever_must_return_a_text(capsys):
@@ -375,8 +379,13 @@ def test_presets():
         (dict(group_size=1), "--group-size 1: must be at least 2"),
         (dict(retire_solved=True), "needs --use-experience-replay"),
         (dict(replay_old_logp="recorded"), "needs --use-experience-replay"),
+        (dict(exp_ratio=0.1, use_experience_replay=True), "--exp-ratio 0.1: it is 0 of 8 after"),
+        (
+            dict(method="baseline", imitate_iterations=2, rollout_expratio=0.1),
+            "--rollout-expratio 0.1: it is 0 of 8 after",
+        ),
         (dict(num_tasks=1), "of 1 tasks 0 keep the advice"),
-        (dict(rollout_expratio=0.1), "--rollout-expratio 0.1: of 8 episodes none gets advice"),
+        (dict(rollout_expratio=0.1), "--rollout-expratio 0.1: it is 0 of 8 after"),
         (dict(method="baseline", summarizer="x"), "no episode gets advice, so --summarizer x"),
         (
             dict(

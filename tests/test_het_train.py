@@ -227,7 +227,7 @@ def test_stripped_samples(tmp_path, monkeypatch, advice, in_order):
 def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_order):
     """The update of one iteration, written again: mean log-prob of the agent's tokens in what was drawn."""
     samples, losses = (
-        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss")
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "minibatch_loss")
     )
     run(tmp_path / "run", method="sft", num_minibatches=1, **advice)
     views = set()
@@ -256,7 +256,7 @@ def test_imitation_logs_the_samples_that_it_drew(tmp_path, monkeypatch, advice):
 
 def test_imitation_then_grpo(tmp_path, monkeypatch, advice):
     """--imitate-iterations: guided and imitating first, then the method."""
-    losses, played = spy(monkeypatch, het, "grpo_loss"), spy(monkeypatch, het.Player, "play")
+    losses, played = spy(monkeypatch, het, "minibatch_loss"), spy(monkeypatch, het.Player, "play")
     options = dict(method="baseline", imitate_iterations=2, num_iterations=4, num_minibatches=1)
     run(tmp_path / "run", **advice, **options)
     assert [args[3].method for args, _ in losses] == ["sft", "sft", "baseline", "baseline"]
@@ -265,7 +265,7 @@ def test_imitation_then_grpo(tmp_path, monkeypatch, advice):
 
 
 def test_the_entropy_bonus_is_part_of_the_loss(tmp_path, monkeypatch, in_order):
-    losses = spy(monkeypatch, het, "grpo_loss")
+    losses = spy(monkeypatch, het, "minibatch_loss")
     options = dict(method="baseline", num_iterations=1, num_minibatches=1)
     for coefficient in (0.0, 0.5):
         run(tmp_path / str(coefficient), ent_coef=coefficient, **options)
@@ -276,7 +276,7 @@ def test_the_entropy_bonus_is_part_of_the_loss(tmp_path, monkeypatch, in_order):
 
 def test_each_kind_of_token_gets_its_surrogate(tmp_path, monkeypatch, advice):
     """On-policy, stripped and replayed tokens share one update: the loss by hand, from ratios and masks."""
-    losses = spy(monkeypatch, het, "grpo_loss")
+    losses = spy(monkeypatch, het, "minibatch_loss")
     for name, value in dict(DUAL_CLIP=1.5, CLIP_LOW=0.01, CLIP_HIGH=0.01).items():
         monkeypatch.setattr(het, name, value)
     options = RECORDED | dict(num_minibatches=1, off_cliprange_high=0.02)
@@ -635,14 +635,14 @@ def test_resume_takes_the_saved_options_and_what_is_typed(tmp_path, monkeypatch,
 
 
 def test_nan_never_reaches_the_weights(tmp_path, monkeypatch):
-    real, calls = het.grpo_loss, []
+    real, calls = het.minibatch_loss, []
 
     def poisoned(*args):
         calls.append(args)
         loss, *rest = real(*args)
         return loss * (math.nan if len(calls) in (1, 4) else 1.0), *rest
 
-    monkeypatch.setattr(het, "grpo_loss", poisoned)
+    monkeypatch.setattr(het, "minibatch_loss", poisoned)
     run(tmp_path / "run", method="baseline")
     rows = metrics_without_times(tmp_path / "run")
     assert [row["losses/skipped_steps"] for row in rows[1:]] == [1, 1, 0]

@@ -27,7 +27,7 @@ def test_trl_makes_the_same_update(tmp_path, monkeypatch):
 
     starts, gradients = models_before_updates(monkeypatch), gradients_of_steps(monkeypatch)
     samples, losses = (
-        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_loss")
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "minibatch_loss")
     )
     rate = dict(learning_rate=0.03)
     sizes = dict(num_iterations=1, num_minibatches=1, update_epochs=2)
