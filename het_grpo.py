@@ -413,15 +413,20 @@ def draw(count: int, share: float, rng) -> list[bool]:
 
 
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
-    """The episodes to play: the group of each task, without the member that is replayed."""
-    guided_share = share_of(args.train_rollout_expmode, args.rollout_expratio)
+    """The episodes to play: the group of each task, without the member that is replayed.
+
+    All members of a group keep the advice, or all strip it. A recorded success that had advice
+    decides for its group, because its log-probs were recorded with one of the two prompts. The
+    other groups fill up the share of the tasks that keep.
+    """
     keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
-    keeps = draw(len(tasks), keep_share, rng)
-    for t in replayed:
-        # All members of a group keep the advice, or all strip it. A recorded success that had
-        # advice decides, because its log-probs were recorded with one of the two prompts.
-        if t.advice:
-            keeps[t.data_id] = t.keep
+    guided_share = share_of(args.train_rollout_expmode, args.rollout_expratio)
+    keeps = {t.data_id: t.keep for t in replayed if t.advice}
+    undecided = [data_id for data_id in range(len(tasks)) if data_id not in keeps]
+    num_missing = max(0, num_chosen(len(tasks), keep_share) - sum(keeps.values()))
+    keeping = rng.sample(undecided, min(num_missing, len(undecided)))
+    for data_id in undecided:
+        keeps[data_id] = data_id in keeping
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)

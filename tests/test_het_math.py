@@ -30,6 +30,22 @@ def test_shares():
     )
 
 
+@pytest.mark.parametrize(
+    "advised, kept, num_keeping",
+    [(4, 4, 4), (3, 2, 4), (3, 0, 4), (8, 8, 8), (8, 2, 2), (0, 0, 4)],
+)
+def test_other_groups_fill_up_the_share_that_keeps(advised, kept, num_keeping):
+    """Of 8 groups 4 are to keep. A recorded success that had advice decides for its group."""
+    replayed = []
+    for i in range(advised):
+        replayed.append(het.Trajectory(i, data_id=i, advice="red", keep=i < kept))
+    planned = het.plan_episodes(list(range(8)), replayed, het.Args(), 1, rng())
+    keeps = {t.data_id: t.keep for t in planned}
+    assert sum(keeps.values()) == num_keeping
+    assert all(keeps[t.data_id] == t.keep for t in replayed)
+    assert len(planned) == 64 - advised
+
+
 # --- losses ---
 @pytest.mark.parametrize(
     "rewards, expected",
