@@ -656,12 +656,12 @@ def make_task(args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -729,7 +729,7 @@ def load_lm(args):
 
 
 # --- run folder ---
-PANELS = {  # curves.png has these panels: label of the y-axis, metrics
+PANELS = {  # the panels of curves.png: label of the y-axis, and the metrics that are drawn
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -770,9 +770,10 @@ class Run:
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(
-                project=args.wandb_project_name, id=self.dir.name, dir=self.dir, config=config
+            wandb.init(
+                project=args.wandb_project_name, name=self.dir.name, dir=self.dir, config=config
             )
+            self.wandb = wandb
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
@@ -784,67 +785,69 @@ class Run:
             self.wandb.log(row, step=row["global_step"])
 
     def log_samples(self, global_step: int, samples: list[dict]):
-        rows = [{"global_step": global_step} | sample for sample in samples]
         with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for row in rows:
+            for sample in samples:
+                row = {"global_step": global_step} | sample
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if self.wandb:
-            import wandb
-
-            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
             self.wandb.log({"samples": table}, step=global_step)
 
     def finish(self):
-        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        """Write summary.json and curves.png, and print the result."""
+        summary = json.dumps(self.rows[-1], indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        logged = set().union(*self.rows)
-        panels = {}
-        for ylabel, names in PANELS.items():
-            if logged & set(names):
-                panels[ylabel] = [name for name in names if name in logged]
+        last_row = self.rows[-1]
+        panels = {ylabel: names for ylabel, names in PANELS.items() if last_row.keys() & names}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
             axis.set(xlabel="responses generated", ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
-                rows = [row for row in self.rows if row.get(name) is not None]
-                steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            for name in names:
+                if name in last_row:
+                    plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
         scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}" if scores else "unknown"
-        last_row = self.rows[-1]
+        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+def plot_metric(axis, rows: list[dict], name: str):
+    """Draw logged values as dots, and the mean of the last five as a curve."""
+    rows = [row for row in rows if row.get(name) is not None]
+    steps = [row["global_step"] for row in rows]
+    values = [row[name] for row in rows]
+    means = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
+    curve = values if name.startswith("eval/") else means  # evaluations are few
+    axis.plot(steps, curve, color=dots.get_color(), label=name)
+
+
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 

@@ -50,8 +50,9 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -137,7 +138,7 @@ class Args:
     # v1: accumulate, distributed
     def num_parts(self) -> int:
         """Micro-batches of an epoch, on all ranks."""
-        return self.num_minibatches * self.gradient_accumulation_steps * num_processes()
+        return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
 
 # --- networks ---
@@ -640,7 +641,6 @@ def main(args: Args) -> dict[str, float]:
     )
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
-    run = Run(args)
     # v1: checkpoint, kl, best
     state = dict(
         iteration=0,
@@ -648,13 +648,15 @@ def main(args: Args) -> dict[str, float]:
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    has_checkpoint = any_rank((run.dir / "checkpoint.pt").exists(), device)
-    if args.resume and has_checkpoint:
-        state |= load_checkpoint(run, policy, optimizer, args)
-        metrics, samples = run.rows[-1], []
+    rows = []  # what has been logged
+    if args.resume and any_rank((Path(args.run_dir) / "checkpoint.pt").exists(), device):
+        saved = load_checkpoint(policy, optimizer, args)
+        state |= saved["state"]
+        rows = saved["rows"]
+    run = Run(args, rows)
+    if rows:
+        metrics, samples = rows[-1], []
     else:
-        drop_lines_after(-1, run.dir / "metrics.jsonl")
-        drop_lines_after(-1, run.dir / "samples.jsonl")
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics)
         run.log_samples(0, samples)
@@ -725,7 +727,7 @@ def main(args: Args) -> dict[str, float]:
         is_last = iteration == args.num_iterations or is_out_of_patience(state, args)
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
-            save_checkpoint(run, policy, optimizer, state, args)
+            save_checkpoint(run, policy, optimizer, state)
         if is_interrupted and not is_last:
             progress.close()
             print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
@@ -795,7 +797,7 @@ def check_v1_args(args: Args):
         raise ValueError("--target-kl does nothing with one step per update, which starts at KL 0")
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
-    if args.fsdp and num_processes() == 1:
+    if args.fsdp and world_size() == 1:
         raise ValueError("--fsdp needs torchrun with two processes or more")
     # v1: lora
     if args.lora_rank and not importlib.util.find_spec("peft"):
@@ -915,12 +917,12 @@ def drop_long_prompts(pairs, tokenizer, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -1023,11 +1025,12 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
-        # copied before the rounding, because it may share its weights with the embedding
+        # The LM head stays in float32. In many models it shares its weights with the embedding.
         float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
         lm.set_output_embeddings(float32_head)
+        lm.config.tie_word_embeddings = False
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
@@ -1044,33 +1047,31 @@ def without_adapters(policy, *inputs):
 
 # v1: lora
 def trained_weights(policy) -> dict:
-    """The state of the policy without the weights that LoRA freezes."""
-    state = {}
-    for name, tensor in policy.state_dict(keep_vars=True).items():
-        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if not is_frozen:
-            state[name] = tensor.detach()
-    return state
+    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+    state = policy.state_dict(keep_vars=True)
+    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
 
 
 # v1: lora
 def merge_adapters(lm):
-    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    """Returns an ordinary model without memory, and its weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
-    for name, module in lm.named_modules():
-        if hasattr(module, "get_delta_weight"):
-            weight = f"{name}.base_layer.weight"
-            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
-    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
-    with torch.device("meta"):  # only the structure
+    state = {}
+    for name, weight in lm.state_dict().items():
+        weight = weight.cpu().float()
+        if name.endswith(".base_layer.weight"):
+            adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
+            weight = weight + adapted_layer.get_delta_weight("default").cpu()
+        if "lora_" not in name:
+            state[name.replace(".base_layer", "")] = weight
+    with torch.device("meta"):
         merged = type(lm)(lm.config)
     merged.generation_config = lm.generation_config
     return merged, state
 
 
 # --- run folder ---
-PANELS = {  # curves.png has these panels: label of the y-axis, metrics
+PANELS = {  # the panels of curves.png: label of the y-axis, and the metrics that are drawn
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -1097,11 +1098,11 @@ def print_samples(title: str, samples: list[dict]):
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args):
+    def __init__(self, args, rows: list[dict]):
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = []
-        self.start_time = time.time()
+        self.rows = rows  # v1: checkpoint: what a resumed run has logged
+        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)  # v1: checkpoint
         self.wandb = None
         if rank() > 0:  # v1: distributed: one process writes
             return
@@ -1109,17 +1110,24 @@ class Run:
 
         config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
         config["torch"] = torch.__version__
-        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
+        # v1: checkpoint
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
+        last_step = rows[-1]["global_step"] if rows else -1
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            drop_lines_after(last_step, self.dir / name)
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(
+            wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                resume="allow",  # v1: checkpoint
+                # v1: checkpoint: a resumed run has the same id, another folder has another
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                resume="allow",
             )
+            self.wandb = wandb
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
@@ -1135,96 +1143,98 @@ class Run:
     def log_samples(self, global_step: int, samples: list[dict]):
         if rank() > 0:  # v1: distributed
             return
-        rows = [{"global_step": global_step} | sample for sample in samples]
         with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for row in rows:
+            for sample in samples:
+                row = {"global_step": global_step} | sample
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if self.wandb:
-            import wandb
-
-            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
             self.wandb.log({"samples": table}, step=global_step)
 
     def finish(self):
-        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        """Write summary.json and curves.png, and print the result."""
         if rank() > 0:  # v1: distributed
             return
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        summary = json.dumps(self.rows[-1], indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        logged = set().union(*self.rows)
-        panels = {}
-        for ylabel, names in PANELS.items():
-            if logged & set(names):
-                panels[ylabel] = [name for name in names if name in logged]
+        last_row = self.rows[-1]
+        panels = {ylabel: names for ylabel, names in PANELS.items() if last_row.keys() & names}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
             axis.set(xlabel="responses generated", ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
-                rows = [row for row in self.rows if row.get(name) is not None]
-                steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            for name in names:
+                if name in last_row:
+                    plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
         scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}" if scores else "unknown"
-        last_row = self.rows[-1]
+        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
-        print(f"curves.png and samples.jsonl are in {self.dir}")
+        print(f"curves.png, samples.jsonl and the best model, best/, are in {self.dir}")  # v1: best
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
+
+
+def plot_metric(axis, rows: list[dict], name: str):
+    """Draw logged values as dots, and the mean of the last five as a curve."""
+    rows = [row for row in rows if row.get(name) is not None]
+    steps = [row["global_step"] for row in rows]
+    values = [row[name] for row in rows]
+    means = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
+    curve = values if name.startswith("eval/") else means  # evaluations are few
+    axis.plot(steps, curve, color=dots.get_color(), label=name)
 
 
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 
 # v1: checkpoint
 @dataclass
 class ResumeArgs:
+    """The options that are read first: they decide where the defaults of the others come from."""
+
     run_dir: str | None = None
     resume: bool = False
 
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
-    sft_steps chat_template max_prompt_length lora_rank weights_dtype""".split()
+    sft_steps chat_template max_prompt_length lora_rank weights_dtype kl_coef""".split()
 
 
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "") / "args.json"
-    if not typed.resume or not path.exists():
+    folder = Path(typed.run_dir or "")
+    if not (typed.resume and typed.run_dir and holds_own_run(folder)):
         return tyro.cli(Args, description=__doc__)
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
-    for field in fields(Args):
-        setattr(saved_args, field.name, saved.get(field.name, field.default))
-    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
+    vars(saved).update(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
-        old_value = getattr(saved_args, name)
+        old_value = getattr(saved, name)
         if name == "resume" or value == old_value:
             continue
         if name in FIXED_OPTIONS:
@@ -1239,33 +1249,20 @@ def parse_args() -> Args:
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def save_checkpoint(run, policy, optimizer, state: dict, args):
+def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        # v1: lora: the frozen weights are those of the model that the run starts from
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
-        saved["kl_coef_option"] = args.kl_coef
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def is_resumable(args) -> bool:
-    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
-    folder = Path(args.run_dir)
-    path = folder / "args.json"
-    if not args.resume:
-        return False
-    if not path.exists():  # a kill may have come before it was written
-        return not (folder / "metrics.jsonl").exists()
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("script") == Path(__file__).stem
-
-
-def load_checkpoint(run, policy, optimizer, args) -> dict:
-    """Restore weights, optimizer and logged rows.  -> state of the loop"""
-    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+def load_checkpoint(policy, optimizer, args) -> dict:
+    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
+    path = Path(args.run_dir) / "checkpoint.pt"
+    saved = torch.load(path, map_location="cpu", weights_only=True)
     # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
         policy,
@@ -1274,27 +1271,35 @@ def load_checkpoint(run, policy, optimizer, args) -> dict:
         optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    run.rows = saved["rows"]
-    run.start_time -= run.rows[-1]["time"]
-    if rank() == 0:
-        lines = [json.dumps(row) + "\n" for row in run.rows]
-        replace_text(run.dir / "metrics.jsonl", "".join(lines))
-    drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
-    if args.kl_coef != saved["kl_coef_option"]:
-        saved["state"]["kl_coef"] = args.kl_coef  # a new value was typed with --resume
-    return saved["state"]
+    return saved
+
+
+def is_resumable(args) -> bool:
+    """With --resume, the folder may hold a run of this script, or nothing yet."""
+    folder = Path(args.run_dir)
+    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
+    return args.resume and (is_empty or holds_own_run(folder))
+
+
+def holds_own_run(folder: Path) -> bool:
+    path = folder / "args.json"
+    if not path.exists():
+        return False
+    options = json.loads(path.read_text(encoding="utf-8"))
+    return options.get("script") == Path(__file__).stem
 
 
 def drop_lines_after(global_step: int, path: Path):
-    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
-    if rank() == 0 and path.exists():
-        kept = []
-        for line in open(path, encoding="utf-8"):
-            is_whole = line.endswith("\n")  # a kill may have left half a line
-            if is_whole and json.loads(line)["global_step"] <= global_step:
-                kept.append(line)
-        replace_text(path, "".join(kept))
+    """Drop what a killed run wrote after its checkpoint: it will be written again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in open(path, encoding="utf-8"):
+        is_whole = line.endswith("\n")  # a kill may have left half a line
+        if is_whole and json.loads(line)["global_step"] <= global_step:
+            kept.append(line)
+    replace_text(path, "".join(kept))
 
 
 def replace_text(path: Path, text: str):
@@ -1305,22 +1310,30 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder. It is complete before it replaces the old one."""
+    """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
-    if rank() == 0:
-        lm = policy.lm
-        lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        if hasattr(lm, "peft_config"):  # v1: lora
-            lm, lm_state = merge_adapters(lm)
-        new_folder = folder.with_name(folder.name + ".tmp")
-        lm.save_pretrained(new_folder, state_dict=lm_state)
-        tokenizer.save_pretrained(new_folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new_folder, folder)
+    if rank() > 0:
+        return
+    lm = policy.lm
+    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+    if hasattr(lm, "peft_config"):  # v1: lora
+        lm, lm_state = merge_adapters(lm)
+    new_folder = folder.with_name(folder.name + ".tmp")
+    old_folder = folder.with_name(folder.name + ".old")
+    lm.save_pretrained(new_folder, state_dict=lm_state)
+    tokenizer.save_pretrained(new_folder)
+    shutil.rmtree(old_folder, ignore_errors=True)
+    if folder.exists():  # a folder that is not empty cannot be replaced
+        os.replace(folder, old_folder)
+    os.replace(new_folder, folder)
+    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
-    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+
+    After the first signal Python's own handlers are back, so a second one ends the run at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -1332,6 +1345,7 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
+        print("signal received: the run saves and ends soon; a second signal ends it at once")
         self.received = True
         self.release()
 
@@ -1342,17 +1356,13 @@ class Signals:
 
 # --- distributed ---
 # v1: distributed
-def num_processes() -> int:
-    """The number of processes of torchrun, also before they are connected."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
+# torchrun tells each process its number and how many there are.
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def my_share(rows):
@@ -1362,7 +1372,7 @@ def my_share(rows):
 
 def init_distributed(device):
     """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
-    if "WORLD_SIZE" not in os.environ:
+    if world_size() == 1:
         return device
     if device.type == "cuda":
         local_rank = int(os.environ["LOCAL_RANK"])
