@@ -6,29 +6,30 @@
 r"""PPO for language models with experience replay (arXiv:1707.06347v2 and 1511.05952).
 
     for each iteration:
-        sample and score with the policy, or with the one --rollout-lag
-            iterations ago                                                    -> rollout_with_lag
+        sample and score with the policy (with --rollout-lag K: the one K
+            iterations ago)                                                    # rollout_with_lag
         draw past rollouts from the buffer, and compute their log-probs and
-            advantages again                                                  -> draw_batch
-        update on fresh and drawn rollouts; correct the tokens that an older
-            policy sampled                                                    -> stale_policy_loss
-        put the fresh rollouts into the buffer                                -> ReplayBuffer.add
+            advantages again                                                   # draw_batch
+        update on fresh and drawn rollouts; correct the loss of tokens that
+            an older policy sampled                                            # stale_policy_loss
+        put the fresh rollouts into the buffer                                 # ReplayBuffer.add
 
 Three policies occur: mu sampled the token (mu_logprobs), prox is the policy before this update
 (logprobs), and pi is the policy that is being trained (new_logprobs). A token is stale if mu is
-not prox. All drawn tokens are stale, and with a lag the fresh ones are, too.
+older than prox. Drawn tokens are stale, and with a lag the fresh ones are stale, too.
 
 Comments such as `# v1: checkpoint` mark what was added to ppo.py.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
-    v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: memory       - bfloat16, gradient checkpointing, a limit on the length of prompts
     v1: lora         - train small adapters beside the frozen model, which is also the reference
-    v1: best         - keep the best model; stop when the evaluation no longer improves
-    v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
+    v1: best         - keep the best model; stop when the evaluation improves no more
+    v1: kl           - adapt the KL coefficient to a target; end an update that has moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
-    v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): up to rounding as one process
+    v1: nan          - leave out responses whose score is NaN or infinite
+    v1: distributed  - several processes, replicated or sharded (FSDP2); one process makes the same
+                       updates, up to rounding
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer       - keep past rollouts, and draw some of them for each update
     v2: correction   - six rules for the policy loss of stale tokens
@@ -37,7 +38,7 @@ Comments such as `# v1: checkpoint` mark what was added to ppo.py.
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
+A docstring that ends with `-> (B,R)` says which shape is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v2.py --use-replay-buffer                                # sort digits, 20 seconds
@@ -86,8 +87,8 @@ Correction = Literal["auto", "none", "behaviour", "decoupled", "cispo", "dppo", 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
+    seed: int = 1  # seed of training; the evaluation is the same for every seed
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the tiny model, else a GPU if any)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
@@ -97,7 +98,7 @@ class Args:
     # v1: checkpoint, distributed
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10  # iterations between checkpoints
-    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
+    fsdp: bool = False  # shard gradients and optimizer over the processes of torchrun (FSDP2)
     # task
     task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
     min_digits: int = 3  # sort: length of the shortest list
@@ -111,21 +112,21 @@ class Args:
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS
     max_prompt_length: int | None = None  # v1: memory: leave longer prompts out (None: keep all)
-    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
+    temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate; the default schedule is linear to 0
+    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the norm of the gradient
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # v1: schedule, accumulate, memory, lora, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
-    warmup_steps: int = 0  # iterations in which the learning rate rises linearly
+    warmup_steps: int = 0  # iterations at the start in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    bf16: bool = False  # multiply matrices in bfloat16; trained weights and losses stay in float32
     gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
-    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
+    lora_rank: int = 0  # train adapters of this rank beside the frozen model (0: train the model)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # type of the weights LoRA freezes
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
@@ -137,8 +138,8 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to this KL to the reference, nats/response
-    target_kl: float | None = None  # end an update once approx_kl is 1.5 times this, nats/token
+    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
+    target_kl: float | None = None  # end an update at 1.5 times this approx_kl, in nats per token
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
     # replay; v2: lag, correction, log
@@ -167,12 +168,12 @@ class Args:
 
     def __post_init__(self):
         check_args(self)
-        check_v1_args(self)  # v1: all
-        check_v2_args(self)  # v2: all
+        check_v1_args(self)
+        check_v2_args(self)
 
     # v1: accumulate, distributed
     def num_parts(self) -> int:
-        """Micro-batches of an epoch, on all ranks."""
+        """Micro-batches of an epoch, over all processes."""
         return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
     # v2: correction
@@ -196,9 +197,10 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
-# v1: nan: the mask of a response is 0 everywhere if its score is NaN or infinite.
-#     mu_logprobs, mu_values        (B,R)  v2: lag: of the policy that sampled
-#     sample_weights, is_replayed   (B,1)  v2: buffer: 1 and 0 for fresh rollouts
+# v1: nan: a response whose score is NaN or infinite has a mask of zeros.
+# v2: lag, buffer: more tensors
+#     mu_logprobs, mu_values        (B,R)  of the policy that sampled
+#     sample_weights, is_replayed   (B,1)  1 and 0 for fresh rollouts
 
 
 class PolicyWithValue(nn.Module):
@@ -212,7 +214,7 @@ class PolicyWithValue(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
         self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
-        self.eval()  # also while training: dropout would be noise in the policy ratio
+        self.eval()  # during training, too: dropout would add noise to the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
@@ -221,11 +223,11 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
-        # The value head reads what the LM head reads. With output_hidden_states=True the model
-        # would keep the output of every layer.
-        hidden = []
+        # The value head reads the hidden states that the LM head reads. A hook on the LM head gets
+        # them; with output_hidden_states=True the model would keep those of every layer.
+        lm_head_inputs = []
         lm_head = self.lm.get_output_embeddings()
-        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: lm_head_inputs.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
@@ -235,9 +237,10 @@ class PolicyWithValue(nn.Module):
             logits_to_keep=num_last,
         )
         hook.remove()
-        # some models ignore logits_to_keep, so we cut again
+        (hidden,) = lm_head_inputs
+        # Some models ignore logits_to_keep and return all positions.
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -257,7 +260,7 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """`logprobs_and_values` without gradients, a few rows at a time.  -> 3 x (B,R)"""
+    """Call `logprobs_and_values` without gradients on a few rows at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
     size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
     parts = []
@@ -278,59 +281,69 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 
 
 def sample_token(logits, uniforms):
-    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+    """The first token whose cumulative probability is above the uniform number.  -> (B,)
 
     A response depends on its own row of uniform numbers only. With torch.multinomial it would also
     depend on which other rows are still in the batch.
     """
-    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V)
+    # Because of rounding the last entry may be below 1, so we scale the uniform number to it.
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
 
 
 @torch.no_grad()
 def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None) -> dict:
-    """Continue each prompt: sample with the given uniform numbers (B,R), or greedily without.
+    """Sample a response to each prompt with uniform numbers (B,R). Without them, respond greedily.
 
-    Not `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would change the
-    distribution that we sample from, and the log-probs stored here would be wrong.
+    We do not use `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would
+    change the distribution that we sample from, and the log-probs stored here would be wrong.
+    Returns response_ids, response_mask, logprobs and values (B,R).
     """
     device = prompt_ids.device
     logprobs = torch.zeros(len(prompt_ids), max_response_length, device=device)
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    ids, mask, cache = prompt_ids, prompt_mask, None  # the model creates the cache
     rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    ids = prompt_ids  # what the model reads next: the prompts, then one token per row
+    mask = prompt_mask
+    cache = None  # the model creates it
     for t in range(max_response_length):
-        logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
+        logits, new_values, cache = policy(ids, mask, 1, cache, use_cache=True)
         logits = logits[:, 0]  # (rows,V)
         if uniforms is None:
-            token = logits.argmax(-1)
+            tokens = logits.argmax(-1)
         else:
-            token = sample_token(logits, uniforms[rows, t])
-        response_ids[rows, t] = token
+            tokens = sample_token(logits, uniforms[rows, t])
+        token_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        response_ids[rows, t] = tokens
         response_mask[rows, t] = 1  # EOS included
-        logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        values[rows, t] = value[:, 0]
+        logprobs[rows, t] = token_logits - logits.logsumexp(-1)
+        values[rows, t] = new_values[:, 0]
 
-        unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
+        # Go on with the rows whose response has not ended.
+        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # keep only the rows whose response has not ended
+        if len(unfinished) < len(rows):
             rows = rows[unfinished]
-            token = token[unfinished]
+            tokens = tokens[unfinished]
             mask = mask[unfinished]
             cache.reorder_cache(unfinished)
-        ids = token[:, None]
+        ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    responses = dict(
-        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
+
+    longest = response_mask.sum(1).max()
+    return dict(
+        response_ids=response_ids[:, :longest],
+        response_mask=response_mask[:, :longest],
+        logprobs=logprobs[:, :longest],
+        values=values[:, :longest],
     )
-    return {name: tensor[:, : t + 1] for name, tensor in responses.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses. Without uniform numbers, respond greedily.
+    """Sample a response to each prompt and score it. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -346,7 +359,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    # v1: memory: within one autocast, so that a trained weight is cast once, not at every token
+    # v1: memory: autocast keeps its bfloat16 copies of the trained weights until its block ends.
+    # With this block around all tokens, each weight is copied once.
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
         batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -355,7 +369,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    scores = scorer(prompts, responses, answers)
+    with torch.random.fork_rng(devices=[]):  # its random numbers do not shift those of training
+        scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
 
@@ -368,7 +383,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
 
 # v1: nan
 def mask_unscored(batch: dict):
-    """Empty the mask of responses whose score is NaN or infinite: the update ignores them."""
+    """Responses whose score is NaN or infinite get a mask of zeros: the update leaves them out."""
     is_finite = batch["scores"].isfinite()
     batch["scores"] = batch["scores"].where(is_finite, 0.0)
     batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -413,8 +428,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
-    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
+    On tokens that the policy sampled, log pi - log pi_ref is an unbiased estimate of the KL
+    divergence. It must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -429,7 +444,6 @@ def k3_kl(logp, logq):
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
-    assert rewards.shape == values.shape == mask.shape
     advantages = torch.zeros_like(rewards)
     next_value = 0.0  # the response ends: nothing follows
     next_advantage = 0.0
@@ -442,8 +456,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     high = clip_coef_high or clip_coef  # v1: clip
@@ -456,13 +469,12 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
 
 def value_loss(new_values, values, returns, clip_coef):
     """Clipped squared error, as in the PPO of OpenAI's baselines.  3 x (B,R) -> (B,R)"""
-    assert new_values.shape == values.shape == returns.shape
     clipped_values = values + (new_values - values).clamp(-clip_coef, clip_coef)
     return 0.5 * torch.max((new_values - returns) ** 2, (clipped_values - returns) ** 2)
 
 
 def explained_variance(batch: dict) -> float:
-    """1: the values predict the returns. 0: they are no better than a constant."""
+    """1 if the values predict the returns, 0 if they are no better than a constant."""
     mask = batch["response_mask"].float()
     return_variance = masked_variance(batch["returns"], mask)
     if return_variance < 1e-8:
@@ -742,11 +754,13 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     return drawn
 
 
-def mix(batch: dict, drawn: dict) -> dict:
+def mix(batch: dict, drawn: dict, args) -> dict:
     """Fresh rollouts with weight 1, and after them the drawn ones, if there are any."""
-    sample_weights = torch.ones_like(batch["scores"])[:, None]
-    is_replayed = torch.zeros_like(sample_weights)
-    fresh = batch | dict(sample_weights=sample_weights, is_replayed=is_replayed)
+    fresh = dict(batch)  # a copy, because the buffer stores advantages that are not normalized
+    fresh["sample_weights"] = torch.ones_like(batch["scores"])[:, None]
+    fresh["is_replayed"] = torch.zeros_like(fresh["sample_weights"])
+    if args.norm_adv:
+        fresh["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
     return join([fresh, drawn]) if drawn else fresh
 
 
@@ -796,11 +810,25 @@ def add_advantages(batch: dict, kl_coef, args):
     batch["returns"] = advantages + batch["values"]
 
 
-def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """Returns the loss and statistics (a dict), all of them means over tokens.
+def minibatch_rows(batch: dict, args):
+    """Yield the rows of each minibatch, epoch by epoch.
 
-    v1: accumulate: the minibatch may be a part of a larger one. num_tokens counts the tokens of
-    all parts, so that the losses, statistics and gradients of the parts add up.
+    v2: buffer: drawn rows follow the fresh ones, and every minibatch has its share of both.
+    """
+    num_drawn = len(batch["scores"]) - args.batch_size
+    for epoch in range(args.update_epochs):
+        fresh_parts = torch.randperm(args.batch_size).chunk(args.num_minibatches)
+        drawn_rows = torch.randperm(num_drawn) + args.batch_size
+        drawn_parts = drawn_rows.tensor_split(args.num_minibatches)
+        for fresh_part, drawn_part in zip(fresh_parts, drawn_parts, strict=True):
+            yield torch.cat([fresh_part, drawn_part])
+
+
+def ppo_loss(policy, minibatch: dict, num_tokens, args):
+    """Returns the loss and a dict of statistics. All of them are means over tokens.
+
+    v1: accumulate: `minibatch` may be a part of a minibatch. Its sums are divided by num_tokens, the
+    tokens of the whole minibatch, so that the results and gradients of all parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -857,68 +885,58 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
 
 
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
-    if args.norm_adv:
-        # v2: buffer: normalize fresh rollouts only; `whiten` returns 0 for the others. draw_batch
-        # has normalized drawn ones, unless they must stay positive.
-        is_replayed = batch["is_replayed"]
-        advantages = whiten(batch["advantages"], batch["response_mask"] * (1 - is_replayed))
-        batch = batch | dict(advantages=advantages + batch["advantages"] * is_replayed)
+    """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
+
+    Losses and statistics of a step are those before it. So approx_kl and clipfrac are 0 at first.
+    """
+    # v2: buffer: `mix` has normalized the advantages
     device = batch["response_ids"].device
     steps = []
     num_skipped = 0
-    for epoch in range(args.update_epochs):
-        shuffled = torch.randperm(args.batch_size).to(device)
-        minibatches = shuffled.chunk(args.num_minibatches)
-        # v2: buffer: every minibatch has fresh and drawn rows in proportion
-        num_drawn = len(batch["scores"]) - args.batch_size
-        drawn_inds = torch.randperm(num_drawn).to(device) + args.batch_size
-        parts = zip(minibatches, drawn_inds.tensor_split(args.num_minibatches), strict=True)
-        minibatches = [torch.cat(pair) for pair in parts]
-        for mb_inds in minibatches:
-            optimizer.zero_grad()
-            # v1: accumulate, distributed
-            num_tokens = batch["response_mask"][mb_inds].sum()
-            stats = {}
-            for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
-                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
-                loss.backward()
-                for name, value in micro_stats.items():
-                    stats[name] = stats.get(name, 0) + value
-            sum_over_ranks(stats.values())
-            sum_gradients(policy)
-            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
-            steps.append(stats)
-            # v1: kl
-            moved_too_far = bool(args.target_kl) and stats["approx_kl"] > 1.5 * args.target_kl
-            if moved_too_far:
-                break
-            if all(value.isfinite() for value in stats.values()):
-                optimizer.step()
-            else:
-                num_skipped += 1  # a NaN must not reach the weights
-        if moved_too_far:  # v1: kl
+    for mb_inds in minibatch_rows(batch, args):
+        mb_inds = mb_inds.to(device)
+        optimizer.zero_grad()
+        # v1: accumulate, distributed
+        num_tokens = batch["response_mask"][mb_inds].sum()
+        stats = {}
+        for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
+            micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+            loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
+            loss.backward()
+            for name, value in micro_stats.items():
+                stats[name] = stats.get(name, 0) + value
+        sum_over_ranks(stats.values())
+        sum_gradients(policy)
+        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        if args.fsdp:  # v1: distributed
+            stats["grad_norm"] = stats["grad_norm"].full_tensor()
+        if not all(value.isfinite() for value in stats.values()):
+            num_skipped += 1  # a NaN must not reach the weights
+            continue
+        steps.append(stats)
+        # v1: kl: before the first step the policy has not moved
+        if args.target_kl and len(steps) > 1 and stats["approx_kl"] > 1.5 * args.target_kl:
             break
-    # v1: nan: without a single valid score every loss is 0/0, and the update is skipped
-    if num_skipped == len(steps) and batch["response_mask"].any():
+        optimizer.step()
+    if not steps and not batch["response_mask"].any():  # v1: nan: no response has a score
+        steps.append(stats)  # NaN is logged, and the run goes on
+    if not steps:
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy has not changed yet: new and stored log-probs must agree.
-    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
-    metrics["losses/skipped_steps"] = num_skipped
+
+    metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
         per_step = torch.stack([stats[name] for stats in steps])
-        metrics[f"losses/{name}"] = per_step.nanmean().item()
+        metrics[f"losses/{name}"] = per_step.mean().item()
+    # Before its first step the policy is the one that sampled, so the log-probs must agree.
+    metrics["rollout/logprob_mismatch"] = steps[0]["abs_logratio"].item()
     return metrics
 
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts.
+    """Respond greedily to held-out prompts, which takes no random numbers.
 
-    Returns metrics and the first eight responses as text. Training is not affected: no random
-    numbers are used.
+    Returns metrics and the first eight responses as text.
     """
     scores = []
     samples = []
@@ -929,18 +947,17 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch, args)
         scores.append(batch["scores"][: len(some_pairs)])
-        if len(samples) < 8:
-            samples += as_samples(batch, some_pairs, tokenizer)
+        samples += as_samples(batch, some_pairs[: 8 - len(samples)], tokenizer)
     # v1: nan
     scores = torch.cat(scores)
     is_finite = scores.isfinite()
     metrics = {"eval/score": scores[is_finite].mean().item()}
     metrics["eval/nan_scores"] = (~is_finite).sum().item()
-    return metrics, samples[:8]
+    return metrics, samples
 
 
 def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
-    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    """Responses as text. A response without an EOS at its end was cut off."""
     samples = []
     for i, (prompt, answer) in enumerate(pairs):
         is_token = batch["response_mask"][i] == 1
@@ -952,7 +969,7 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
-    """Metrics of the sampled responses."""
+    """Metrics of the sampled responses, before the update."""
     # v1: nan: leave out responses without a score
     is_scored = batch["response_mask"].any(1)
     num_nan_scores = (~is_scored).sum().item()
@@ -977,17 +994,11 @@ def batch_metrics(batch: dict, args) -> dict[str, float]:
 # v1: best
 def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
     """Save the model to best/ if this is the best evaluation so far."""
-    if math.isfinite(metrics["eval/score"]):
-        state["evals_without_improvement"] += 1
+    state["evals_without_improvement"] += 1
     if metrics["eval/score"] > state["best_score"]:
         state["best_score"] = metrics["eval/score"]
         state["evals_without_improvement"] = 0
         save_model(policy, tokenizer, run.dir / "best")
-
-
-def is_out_of_patience(state: dict, args) -> bool:
-    patience = args.early_stopping_patience
-    return patience is not None and state["evals_without_improvement"] >= patience
 
 
 # --- main ---
@@ -1012,11 +1023,13 @@ def main(args: Args) -> dict[str, float]:
         add_adapters(policy, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
-    if args.lora_rank:  # v1: lora
-        reference = partial(without_adapters, policy) if args.kl_coef else None
-    else:
-        reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    # v1: memory, distributed: after the copy, since these replace methods of the policy's modules
+    reference = None
+    if args.kl_coef and args.lora_rank:  # v1: lora: a function with the outputs of a reference
+        reference = partial(without_adapters, policy)
+    elif args.kl_coef:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    # v1: memory, distributed: these replace methods of the policy's modules, so they must follow
+    # the copy, whose methods would else be those of the policy
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.bf16:
@@ -1032,7 +1045,7 @@ def main(args: Args) -> dict[str, float]:
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     buffer = ReplayBuffer(args)  # v2: buffer
-    # v1: checkpoint, kl, best
+    # v1: checkpoint, kl, best: what changes during the run, besides weights and optimizer
     state = dict(
         iteration=0,
         kl_coef=args.kl_coef,
@@ -1067,8 +1080,9 @@ def main(args: Args) -> dict[str, float]:
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
     for iteration in range(done + 1, args.num_iterations + 1):
         # v1: best
-        if is_out_of_patience(state, args):
-            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
+        patience = args.early_stopping_patience
+        if patience and state["evals_without_improvement"] >= patience:
+            print(f"early stop: {patience} evaluations without improvement")
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -1077,13 +1091,16 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = learning_rate
 
         # 1. sample and score
-        global_step = iteration * args.batch_size
-        pairs = prompt_order[global_step - args.batch_size : global_step]
+        start = (iteration - 1) * args.batch_size
+        global_step = start + args.batch_size  # responses sampled so far
+        pairs = prompt_order[start:global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         # v2: lag
         batch = rollout_with_lag(
             policy, state["past_weights"], pairs, tokenizer, scorer, args, uniforms
         )
+        if iteration == 1 and batch["ended"].mean() < 0.1:
+            print("warning: nearly all responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
@@ -1098,19 +1115,21 @@ def main(args: Args) -> dict[str, float]:
         drawn = {}
         if args.use_replay_buffer and batch["response_mask"].any():  # not if all scores are NaN
             drawn = draw_batch(buffer, policy, state, iteration, args)
-        train_batch = mix(batch, drawn)
+        train_batch = mix(batch, drawn, args)
         rollout_time = time.time() - start_time
 
         # 3. update
         losses = update(policy, optimizer, train_batch, args)  # v2: buffer
-        # v2: lag: the log-probs of this batch are not the sampler's, so compare with those of mu,
-        # which is the current policy in the first iteration.
+        # v2: lag: `logprobs` are not those of the sampler. In the first iteration mu is prox.
         if args.rollout_lag and iteration == 1:
             gap = (batch["logprobs"] - batch["mu_logprobs"]).abs()
-            mismatch = masked_mean(gap, batch["response_mask"]).item()
-            losses["rollout/logprob_mismatch"] = mismatch
-        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
-            sys.exit("the model's log-probs differ between sampling with a cache and training")
+            losses["rollout/logprob_mismatch"] = masked_mean(gap, batch["response_mask"]).item()
+        mismatch = losses["rollout/logprob_mismatch"]
+        if iteration == 1 and mismatch > 0.1:
+            sys.exit(
+                f"log-probs differ by {mismatch:.2f} between sampling with a cache and training: "
+                "this model cannot be trained here, try another one"
+            )
 
         # v2: buffer, log
         state["last_kl"] = losses["losses/approx_kl"]
@@ -1145,9 +1164,9 @@ def main(args: Args) -> dict[str, float]:
             )
         show_progress(progress, iteration, metrics)
 
-        # v1: checkpoint, best
+        # v1: checkpoint
         state["iteration"] = iteration
-        is_last = iteration == args.num_iterations or is_out_of_patience(state, args)
+        is_last = iteration == args.num_iterations
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
             save_checkpoint(run, policy, optimizer, state)
@@ -1165,27 +1184,26 @@ def main(args: Args) -> dict[str, float]:
 
 
 # --- option checks ---
+POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_response_length
+    temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
+    vf_clip_coef""".split()
+NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
+
+
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
-    for name in (
-        "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
-        "max_response_length", "num_iterations", "learning_rate", "update_epochs",
-        "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
-    ):  # fmt: skip
+    for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("sft_steps", "vf_coef", "ent_coef", "kl_coef"):
+            raise ValueError(f"--{name} must be positive")
+    for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+            raise ValueError(f"--{name} must not be negative")
+    if args.gamma > 1 or args.gae_lambda > 1:
+        raise ValueError("--gamma and --gae-lambda must be at most 1")
     kind, _, path = args.task.partition(":")
-    if args.task != "sort" and kind != "jsonl":
-        raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
-    if kind == "jsonl" and not Path(path).is_file():
-        raise ValueError(f"--task {args.task}: there is no file {path}")
-    if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
+    if args.task != "sort" and not (kind == "jsonl" and Path(path).is_file()):
+        raise ValueError(f"--task {args.task}: must be sort, or jsonl:PATH with a file that exists")
+    if args.task == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
@@ -1196,17 +1214,17 @@ def check_args(args: Args):
 
 
 # v1: checkpoint, accumulate, kl, clip, distributed, lora
+V1_POSITIVE = """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
+    ref_kl_target target_kl clip_coef_high dual_clip""".split()
+
+
 def check_v1_args(args: Args):
-    for name in (
-        "save_every", "max_prompt_length", "gradient_accumulation_steps",
-        "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
-    ):  # fmt: skip
+    for name in V1_POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("warmup_steps", "lora_rank"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+            raise ValueError(f"--{name} must be positive, or None")
+    if args.warmup_steps < 0 or args.lora_rank < 0:
+        raise ValueError("--warmup-steps and --lora-rank must not be negative")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():
@@ -1217,7 +1235,7 @@ def check_v1_args(args: Args):
     if args.ref_kl_target and not args.kl_coef:
         raise ValueError("--ref-kl-target needs a --kl-coef to start from")
     if args.target_kl and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError("--target-kl does nothing with one step per update, which starts at KL 0")
+        raise ValueError("--target-kl does nothing with one step per update, whose KL is 0")
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
     if args.fsdp and world_size() == 1:
@@ -1310,12 +1328,14 @@ def final_answer(text: str) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last word that is a number: 72 in "so it is $72$.", and not the 3 of 10^{3}."""
-    for word in reversed(re.split(r"[\s=]+", text)):
-        word = re.sub(r"[$%*()\\]", "", word).rstrip(".,:;!?")
-        if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", word) and word.strip("+-"):
-            return float(word.replace(",", ""))
-    return None
+    """The last word with a digit, if it is a number: 72 in "so it is $72$.", None in "10^{3}"."""
+    text = re.sub(r"\\text\{.*?\}|\\!|[$%*()\\]", "", text)  # "72\text{ cm}", "10,\!000", "**72**"
+    words = re.findall(r"[^\s=:]*\d[^\s=:]*", text)
+    if not words:
+        return None
+    number = words[-1].rstrip(".,;!?")
+    is_number = re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", number)
+    return float(number.replace(",", "")) if is_number else None
 
 
 def verify(response: str, answer: str) -> bool:
@@ -1337,8 +1357,10 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
         except (ValueError, KeyError, AttributeError):
+            prompt = answer = None
+        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
             sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
-        pairs.append((str(prompt), final_answer(str(answer))))
+        pairs.append((prompt, final_answer(str(answer))))
     return pairs
 
 
@@ -1373,19 +1395,21 @@ def make_task(args):
 
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
+        sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
         functions = runpy.run_path(path)
         if name not in functions:
             sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
         scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
-    answers = dict(pairs)  # prompts may occur more than once
-    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
-    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
-    train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
+    distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(distinct_pairs) / 10))
+    eval_pairs = random.Random(0).sample(distinct_pairs, eval_size)
+    eval_prompts = {prompt for prompt, _ in eval_pairs}
+    train_pairs = [pair for pair in pairs if pair[0] not in eval_prompts]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
-    return train_pairs, list(eval_pairs.items()), scorer
+    return train_pairs, eval_pairs, scorer
 
 
 # v1: memory
@@ -1399,7 +1423,7 @@ def drop_long_prompts(pairs, tokenizer, args):
             short_pairs.append(pair)
     print(f"left out {len(pairs) - len(short_pairs)} prompts longer than --max-prompt-length")
     if not short_pairs:
-        sys.exit(f"--max-prompt-length {args.max_prompt_length}: every prompt is longer")
+        sys.exit("--max-prompt-length: no prompt is left for training, or none for evaluation")
     return short_pairs
 
 
@@ -1536,6 +1560,7 @@ def load_lm(args):
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks do not depend on the pad token
 
+    lm.generation_config.validate(strict=True)  # an invalid one could not be saved after training
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
@@ -1553,7 +1578,7 @@ def transformer_layers(model):
 def checkpoint_layers(policy):
     """Recompute the activations of each layer in the backward pass.
 
-    transformers' own gradient checkpointing works in train() mode only, which means dropout.
+    The gradient checkpointing of transformers needs train() mode, in which dropout is on.
     """
     for layer in transformer_layers(policy.lm):
         layer.forward = partial(
@@ -1563,7 +1588,7 @@ def checkpoint_layers(policy):
 
 # v1: memory
 def use_bf16(policy):
-    """Matrix products in bfloat16, except in the two heads: rounded logits are wrong log-probs."""
+    """Multiply matrices in bfloat16, except in the two heads: rounding logits changes log-probs."""
     device_type = policy.eos_ids.device.type
     policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
     for head in (policy.lm.get_output_embeddings(), policy.value_head):
@@ -1573,7 +1598,7 @@ def use_bf16(policy):
 
 # v1: lora
 def add_adapters(policy, args):
-    """LoRA (arXiv:2106.09685): beside each matrix of the frozen layers, train one of low rank."""
+    """LoRA (arXiv:2106.09685): freeze the model; beside each matrix, train a product of low rank."""
     from peft import LoraConfig, get_peft_model
 
     lm = policy.lm
@@ -1593,7 +1618,7 @@ def add_adapters(policy, args):
 
 # v1: lora
 def without_adapters(policy, *inputs):
-    """Outputs of the frozen model. It is the reference, which takes no memory of its own."""
+    """Outputs of the frozen model: a reference that takes no memory."""
     with policy.lm.disable_adapter():
         return policy(*inputs)
 
@@ -1637,7 +1662,7 @@ PANELS = {  # the panels of curves.png: label of the y-axis, and the metrics tha
 
 
 def show_progress(progress, iteration: int, metrics: dict):
-    """Policy loss, value loss and mean score, beside the bar or as lines."""
+    """Show policy loss (PL), value loss (VL) and mean score (R), beside the bar or as lines."""
     status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
     status += f" R:{metrics['charts/score']:.2f}"
     if "buffer_size" in metrics:  # v2: buffer
@@ -1719,20 +1744,21 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        last_row = self.rows[-1]
-        panels = {ylabel: names for ylabel, names in PANELS.items() if last_row.keys() & names}
+        # v2: lag, buffer: leave out panels and metrics that this run did not log
+        panels = {ylabel: x for ylabel, x in PANELS.items() if set(x) & self.rows[-1].keys()}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
             axis.set(xlabel="responses generated", ylabel=ylabel)
             for name in names:
-                if name in last_row:
+                if name in self.rows[-1]:
                     plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
+        last_row = self.rows[-1]
         scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
         change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
@@ -1741,13 +1767,14 @@ class Run:
 
 
 def plot_metric(axis, rows: list[dict], name: str):
-    """Draw logged values as dots, and the mean of the last five as a curve."""
+    """Draw a metric as dots, and the mean of its last five values as a curve."""
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
     values = [row[name] for row in rows]
-    means = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    if name.startswith("eval/"):  # not smoothed, because evaluations are few
+        curve = values
     (dots,) = axis.plot(steps, values, ".", alpha=0.3)
-    curve = values if name.startswith("eval/") else means  # evaluations are few
     axis.plot(steps, curve, color=dots.get_color(), label=name)
 
 
@@ -1931,7 +1958,7 @@ def my_share(rows):
 
 
 def init_distributed(device):
-    """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
+    """Join the other processes of torchrun, if there are any. Returns the device of this one."""
     if world_size() == 1:
         return device
     if device.type == "cuda":
@@ -1958,7 +1985,7 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass.
+    """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
 
     With reshard_after_forward=True every forward pass would gather them, and every rank would have
     to make the same number of passes. But ranks sample different numbers of tokens.

@@ -86,6 +86,24 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     assert free == 16 and len(calls) - free in (2, 4), "whole epochs, few of them"
 
 
+def test_a_kl_limit_never_ends_an_update_before_its_first_step(tmp_path, monkeypatch):
+    """In bfloat16 the log-probs of training and sampling differ, so approx_kl is not 0 before it."""
+    monkeypatch.setattr(ppo_v1, "k3_kl", lambda logp, logq: torch.ones_like(logp))
+    run(ppo_v1, tmp_path / "run", num_iterations=1, target_kl=1e-4, learning_rate=1e-2)
+    run(ppo_v1, tmp_path / "still", num_iterations=1, learning_rate=1e-30)
+    assert not same(weights(tmp_path / "run"), weights(tmp_path / "still"))
+
+
+def test_a_reward_function_that_draws_random_numbers_does_not_shift_those_of_training(tmp_path):
+    """If it drew more on one rank than on another, the ranks would train on different minibatches."""
+    lines = "import torch\ndef mine(prompts, responses, answers):\n    torch.rand({})\n"
+    lines += "    return [float(len(response)) for response in responses]\n"
+    for size in (0, 5):
+        (tmp_path / "reward.py").write_text(lines.format(size))
+        run(ppo_v1, tmp_path / str(size), reward_fn=f"{tmp_path / 'reward.py'}:mine")
+    assert_same_run(tmp_path / "0", tmp_path / "5")
+
+
 # --- early stop, best ---
 PATIENT = dict(num_iterations=9, eval_every=1, early_stopping_patience=2, learning_rate=1e-30)
 
