@@ -660,7 +660,7 @@ def main(args: Args) -> dict[str, float]:
         evals_without_improvement=0,
     )
     rows = []  # what has been logged
-    if args.resume and any_rank((Path(args.run_dir) / "checkpoint.pt").exists(), device):
+    if args.resume and any_rank(has_checkpoint(args), device):
         saved = load_checkpoint(policy, optimizer, args)
         state |= saved["state"]
         rows = saved["rows"]
@@ -1297,6 +1297,10 @@ def load_checkpoint(policy, optimizer, args) -> dict:
     )
     print(f"resuming after iteration {saved['state']['iteration']}")
     return saved
+
+
+def has_checkpoint(args) -> bool:
+    return (Path(args.run_dir) / "checkpoint.pt").exists()
 
 
 def is_resumable(args) -> bool:

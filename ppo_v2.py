@@ -60,6 +60,7 @@ import signal
 import sys
 import time
 import uuid
+from collections import deque
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -152,15 +153,15 @@ class Args:
     replay_from: str | None = None  # rollouts.jsonl of another run, to fill the buffer at the start
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
     min_replay_size: int = 100  # rollouts needed before anything is drawn
-    replay_sample_size: int = 64  # rollouts drawn per update, if the buffer holds that many
-    new_samples_ratio: float | None = None  # share of fresh rollouts; replaces replay_sample_size
+    replay_sample_size: int = 64  # rollouts drawn per update; rounded down to whole micro-batches
+    new_samples_ratio: float | None = None  # share of fresh rollouts (None: see replay_sample_size)
     use_priority_sampling: bool = True  # prefer large advantages; if off, only the age counts
     priority_alpha: float = 1.0  # exponent of the advantage in the priority
     priority_beta: float = 0.0  # 0: no weights, 1: weights that undo the priorities
     priority_beta_increment: float = 0.0  # added to priority_beta after each draw
-    priority_age_tau: float | None = 50.0  # age at which the odds fall to 1/e (None: never)
+    priority_age_tau: float | None = 50.0  # iterations after which the odds are 1/e (None: never)
     max_replay_reuse: int = 32  # a rollout is drawn in at most this many updates
-    adaptive_reuse: bool = False  # use a third of max_replay_reuse after an update of KL >= .01
+    adaptive_reuse: bool = False  # limit reuse to a third after an update with a KL of .01 or more
     staleness_threshold: int = 100  # drop rollouts that are older than this many iterations
     replay_start_size: int | None = None  # buffer size at first (None: replay_buffer_size)
     replay_grow_iteration: int = 5  # iteration from which the buffer has its full size
@@ -393,19 +394,20 @@ def mask_unscored(batch: dict):
 def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args, uniforms) -> dict:
     """Sample with the weights of K iterations ago; then compute current log-probs and values.
 
-    In the first K iterations the oldest weights are the initial ones. past_weights holds up to
-    K + 1 copies, and every checkpoint holds them as well. With a lag, the KL penalty and logged
-    KLs are averages over tokens that mu sampled.
+    past_weights ends with the current weights and begins with those of K iterations ago, or with
+    the initial ones. With a lag, the KL penalty and logged KLs are averages over tokens that mu
+    sampled.
     """
     if args.rollout_lag:
-        past_weights.append({name: x.cpu().clone() for name, x in trained_weights(policy).items()})
-        del past_weights[: -args.rollout_lag - 1]
-        policy.load_state_dict(past_weights[0], strict=False)  # copies have no frozen weights
+        current_weights = {name: x.cpu().clone() for name, x in trained_weights(policy).items()}
+        past_weights.append(current_weights)
+        del past_weights[: -args.rollout_lag - 1]  # keep K + 1
+        policy.load_state_dict(past_weights[0], strict=False)  # frozen weights are not in it
     batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
     batch["mu_logprobs"] = batch["logprobs"]
     batch["mu_values"] = batch["values"]
     if args.rollout_lag:
-        policy.load_state_dict(past_weights[-1], strict=False)
+        policy.load_state_dict(current_weights, strict=False)
         batch["logprobs"], _, batch["values"] = logprobs_and_values_in_parts(policy, batch, args)
     return batch
 
@@ -510,8 +512,9 @@ def lr_factor(iteration, args) -> float:
 
 # --- corrections ---
 # v2: correction
-# Each rule gives the weight of a token in the gradient of the loss, -A * weight * grad log pi.
+# A rule returns the weight of each token: its gradient is -advantage * weight * grad log pi.
 # new_logprobs, logprobs and mu_logprobs are those of pi, prox and mu (see the top of the file).
+# The rules correct the token itself. The tokens before and after it stay those that mu sampled.
 def importance_ratio(logprobs, other_logprobs):
     return (logprobs - other_logprobs).clamp(-20, 20).exp()
 
@@ -552,8 +555,9 @@ def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
 
     Only a move in the direction of the advantage counts. The weight itself has no bound.
     """
-    moved = new_logprobs.exp() - mu_logprobs.exp()
-    return importance_ratio(new_logprobs, mu_logprobs) * (moved * advantages.sign() <= limit)
+    change = new_logprobs.exp() - mu_logprobs.exp()
+    is_kept = change * advantages.sign() <= limit
+    return importance_ratio(new_logprobs, mu_logprobs) * is_kept
 
 
 def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=0.04):
@@ -565,12 +569,12 @@ def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
     squares = logratio**2 * mask
     may_drop = (logratio * advantages > 0) & (mask > 0)
     largest, order = (squares * may_drop).flatten().sort(descending=True)
-    # What is left when the k largest are dropped, for k = 0, 1, 2, ... For example squares 9, 4, 1
-    # and limit 2: the means are 14/3, 5/2 and 1, so that two tokens are dropped.
+    # Entry k of the next three tensors is about what is left when the k largest are dropped.
+    # Example: for squares 9, 4, 1 the means are 14/3, 5/2 and 1. With limit 2 two are dropped.
     sum_left = squares.sum() - largest.cumsum(0) + largest
     num_left = mask.sum() - torch.arange(len(largest), device=mask.device)
     is_too_large = sum_left / num_left.clamp(min=1) > limit
-    num_dropped = is_too_large.long().cumprod(0).sum()  # number of means before the first small one
+    num_dropped = is_too_large.long().cumprod(0).sum()  # the first k whose mean is small enough
     num_dropped = torch.min(num_dropped, may_drop.sum())
     kept = torch.ones_like(mask)
     kept.view(-1)[order[:num_dropped]] = 0
@@ -585,16 +589,15 @@ CORRECTIONS = dict(
 def stale_policy_loss(
     correction, new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None
 ):
-    """Loss of stale tokens, and 1 where the correction has dropped a token.  -> 2 x (B,R)
+    """Loss of stale tokens, and 1 where the weight of a token is 0.  -> 2 x (B,R)
 
-    new_logprobs belong to pi, logprobs to prox and mu_logprobs to mu. --clip-coef-high and
-    --dual-clip act on fresh tokens only.
+    --clip-coef-high and --dual-clip act on fresh tokens only.
     """
     options = {} if limit is None else dict(limit=limit)
     now = new_logprobs.detach()
     rule = CORRECTIONS[correction]
     weights = rule(now, logprobs, mu_logprobs, advantages, mask, clip_coef, **options)
-    # 1 + new_logprobs - now is 1, and has the gradient of new_logprobs.
+    # The last factor is 1, and its gradient is that of new_logprobs.
     loss = -advantages * weights * (1 + new_logprobs - now)
     return loss, (weights == 0).float()
 
@@ -630,7 +633,7 @@ class ReplayBuffer:
         self.num_reused = state["num_reused"]
 
     def priorities(self, batch: dict):
-        """Mean positive advantage of a response, or mean |advantage|, to the power of alpha."""
+        """Mean of max(advantage, 0), or of |advantage|, over a response; to the power of alpha."""
         if self.args.replay_advantages == "positive":
             size = batch["advantages"].clamp(min=0)
         else:
@@ -669,10 +672,10 @@ class ReplayBuffer:
             return nothing
         max_reuse = args.max_replay_reuse
         if args.adaptive_reuse and last_kl >= 0.01:
-            max_reuse = max(1, max_reuse // 3)  # the policy moves fast
+            max_reuse = max(1, max_reuse // 3)  # the policy moves fast, so samples age fast
         may_draw = self.rows["reuse"] < max_reuse
         num_rows = int(may_draw.sum())
-        # a multiple of the number of micro-batches, so that all of them have the same size
+        # rounded down, so that all micro-batches have the same size
         num_drawn = min(args.draws_per_update(), num_rows)
         num_drawn = num_drawn // args.num_parts() * args.num_parts()
         if num_drawn == 0:
@@ -684,7 +687,7 @@ class ReplayBuffer:
         if args.priority_age_tau is not None:
             ages = iteration - self.rows["birth"]
             odds = odds * (-ages / args.priority_age_tau).exp()
-        odds = odds.clamp(min=1e-300) * may_draw  # a large age or alpha would underflow to 0
+        odds = odds.clamp(min=1e-300) * may_draw  # with a large age or alpha all could be 0
         odds = odds / odds.sum()
         indices = odds.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
@@ -728,14 +731,15 @@ def join(batches: list[dict]) -> dict:
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     """Drawn rollouts with current log-probs, values and advantages; {} if there are none.
 
-    Their KL penalty is computed on tokens that mu sampled, so it does not estimate a KL divergence:
-    tokens that prox avoids and the reference does not get a bonus.
+    Their KL penalty does not estimate a KL divergence, because mu sampled the tokens. It is a bonus
+    for tokens that are less likely under prox than under the reference.
     """
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
     if len(indices) == 0:
         return {}
     device = policy.eos_ids.device
     drawn = {name: buffer.rows[name][indices].to(device) for name in STORED}
+    # Cut the padding that all drawn rows have.
     prompt_width = drawn["prompt_mask"].sum(1).max()
     response_width = drawn["response_mask"].sum(1).max()
     for name, tensor in drawn.items():
@@ -767,7 +771,7 @@ def mix(batch: dict, drawn: dict, args) -> dict:
 def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
     """How far the policy before the update is from the one that sampled.
 
-    The importance weights in ess are capped at 2, whatever the correction is.
+    The importance weights in ess are at most 2 for every correction.
     """
     mask = batch["response_mask"].float()
     importance = importance_ratio(batch["logprobs"], batch["mu_logprobs"]).clamp(max=2)
@@ -845,7 +849,7 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
         args.dual_clip,
     )
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
-    # v2: correction
+    # v2: correction: stale tokens have a loss of their own
     is_replayed = minibatch["is_replayed"]  # (B,1)
     is_stale = (is_replayed > 0) | (args.rollout_lag > 0)
     stale_loss, dropped = stale_policy_loss(
@@ -864,8 +868,8 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     pg_loss = pg_loss * minibatch["sample_weights"]
     v_loss = v_loss * minibatch["sample_weights"]
     if args.replay_advantages == "positive":
-        # Drawn responses went better than expected. A critic that learned from them would expect
-        # too much, so only fresh ones train it. (All tokens count in num_tokens.)
+        # Drawn responses went better than expected, and a critic that learned from them would
+        # expect too much. So only fresh ones train it, unlike in arXiv:1806.05635.
         v_loss = v_loss * (1 - is_replayed)
     per_token = dict(
         policy_loss=pg_loss,
@@ -1057,7 +1061,7 @@ def main(args: Args) -> dict[str, float]:
         buffer=buffer.state_dict(),
     )
     rows = []  # what has been logged
-    if args.resume and any_rank((Path(args.run_dir) / "checkpoint.pt").exists(), device):
+    if args.resume and any_rank(has_checkpoint(args), device):
         saved = load_checkpoint(policy, optimizer, args)
         state |= saved["state"]
         rows = saved["rows"]
@@ -1074,7 +1078,7 @@ def main(args: Args) -> dict[str, float]:
         keep_if_best(state, metrics, policy, tokenizer, run)
         # v2: log
         if args.replay_from:
-            buffer.add(read_rollouts(args.replay_from, policy, tokenizer, args), iteration=0)
+            buffer.add(read_rollouts(args.replay_from, policy, args), iteration=0)
     signals = Signals()
     done = state["iteration"]
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
@@ -1253,6 +1257,8 @@ def check_v1_args(args: Args):
 
 
 # v2: lag, correction, buffer
+V2_POSITIVE = """correction_limit replay_sample_size priority_age_tau max_replay_reuse min_replay_size
+    staleness_threshold replay_start_size replay_grow_iteration""".split()
 REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
     new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
     priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
@@ -1260,16 +1266,13 @@ REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample
 
 
 def check_v2_args(args: Args):
-    for name in (
-        "correction_limit", "replay_sample_size", "priority_age_tau", "max_replay_reuse",
-        "staleness_threshold", "replay_start_size", "replay_grow_iteration",
-    ):  # fmt: skip
+    for name in V2_POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+            raise ValueError(f"--{name} must be positive")
     for name in ("rollout_lag", "priority_alpha", "priority_beta", "priority_beta_increment"):
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+            raise ValueError(f"--{name} must not be negative")
     for name in REPLAY_OPTIONS:
         if not args.use_replay_buffer and getattr(args, name) != getattr(Args, name):
             raise ValueError(f"--{name.replace('_', '-')} needs --use-replay-buffer")
@@ -1280,28 +1283,24 @@ def check_v2_args(args: Args):
         raise ValueError("--rollout-lag copies whole weights, which --fsdp does not have")
     if args.rollout_lag and (args.clip_coef_high or args.dual_clip):
         raise ValueError("--clip-coef-high and --dual-clip do nothing with a lag")
-    if args.rollout_lag and rule in ("cispo", "dppo", "m2po") and args.clip_coef != Args.clip_coef:
-        raise ValueError(f"--clip-coef does nothing with a lag and --correction {rule}")
     if rule == "m2po" and has_stale_tokens and args.num_parts() > args.num_minibatches:
         raise ValueError("--correction m2po needs a whole minibatch at once, in one process")
-    if args.correction != "auto" and not has_stale_tokens:
-        raise ValueError("--correction does nothing without a lag or a replay buffer")
-    if args.correction_limit and not has_stale_tokens:
-        raise ValueError("--correction-limit does nothing without a lag or a replay buffer")
+    if (args.correction != "auto" or args.correction_limit) and not has_stale_tokens:
+        raise ValueError("--correction and --correction-limit need a lag or a replay buffer")
     if args.correction_limit and rule in ("none", "behaviour"):
-        raise ValueError(f"--correction-limit does nothing with --correction {rule}")
+        raise ValueError(f"--correction {rule} has no --correction-limit")
 
-    first_size = args.replay_start_size or args.replay_buffer_size
-    if not 1 <= args.min_replay_size <= first_size <= args.replay_buffer_size:
+    if args.replay_buffer_size < max(args.min_replay_size, args.replay_start_size or 0):
+        raise ValueError("--replay-buffer-size is below --min-replay-size or --replay-start-size")
+    if args.replay_start_size and args.replay_start_size < args.min_replay_size:
+        raise ValueError("--replay-start-size must be at least --min-replay-size")
+    if args.use_replay_buffer and args.min_replay_size > args.batch_size * args.staleness_threshold:
         raise ValueError(
-            "must rise from 1: --min-replay-size, --replay-start-size, --replay-buffer-size"
+            "--min-replay-size is never reached: the buffer holds --batch-size rollouts of each of "
+            "the last --staleness-threshold iterations"
         )
-    if args.replay_grow_iteration != Args.replay_grow_iteration and not args.replay_start_size:
-        raise ValueError("--replay-grow-iteration needs --replay-start-size")
     if args.priority_beta > 1:
         raise ValueError("--priority-beta must be from 0 to 1")
-    if args.adaptive_reuse and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError("--adaptive-reuse does nothing with one step per update, at KL 0")
     if args.new_samples_ratio is not None and not 0 < args.new_samples_ratio < 1:
         raise ValueError("--new-samples-ratio must be above 0 and below 1")
     if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
@@ -1309,12 +1308,10 @@ def check_v2_args(args: Args):
             f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
             f"are too few; {args.num_parts()} are needed, one for each micro-batch"
         )
-    goes_on = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
-    needs_file = args.replay_from and not goes_on  # a run that goes on has it in its buffer
-    if needs_file and not Path(args.replay_from).is_file():
-        raise ValueError(f"--replay-from: there is no file {args.replay_from}")
-    if needs_file and not Path(args.replay_from).stat().st_size:
-        raise ValueError(f"--replay-from: {args.replay_from} is empty")
+    if args.replay_from and not (args.resume and has_checkpoint(args)):  # else the buffer has it
+        path = Path(args.replay_from)
+        if not path.is_file() or path.stat().st_size == 0:
+            raise ValueError(f"--replay-from: {path} does not exist, or is empty")
 
 
 # --- task: prompts, answers, scores ---
@@ -1451,12 +1448,16 @@ def write_rollouts(path: Path, batch: dict, global_step: int, tokenizer):
             file.write(json.dumps(row) + "\n")
 
 
-def read_rollouts(path: str, policy, tokenizer, args) -> dict:
-    """Read a file of write_rollouts into a batch. The policy has not been trained yet."""
+def read_rollouts(path: str, policy, args) -> dict:
+    """Read the last lines of a file of write_rollouts, as many as the buffer can hold.
+
+    The policy has not been trained yet, so its log-probs are those of the reference.
+    """
     # larger than the tokenizer's in many models
     vocabulary_size = policy.lm.get_input_embeddings().num_embeddings
     parts = []
-    for number, line in enumerate(open(path, encoding="utf-8"), 1):
+    lines = enumerate(open(path, encoding="utf-8"), 1)
+    for number, line in deque(lines, maxlen=args.replay_buffer_size):
         try:
             row = json.loads(line)
             part = dict(
@@ -1467,10 +1468,12 @@ def read_rollouts(path: str, policy, tokenizer, args) -> dict:
                 ended=torch.tensor([float(row["ended"])]),
             )
             all_ids = row["prompt_ids"] + row["response_ids"]
-            is_valid = 0 <= min(all_ids) and max(all_ids) < vocabulary_size
-            is_valid = is_valid and len(row["logprobs"]) == len(row["response_ids"]) > 0
-            is_valid = is_valid and part["mu_logprobs"].isfinite().all()
-            is_valid = is_valid and part["scores"].isfinite().all()
+            is_valid = (
+                0 <= min(all_ids)
+                and max(all_ids) < vocabulary_size
+                and len(row["logprobs"]) == len(row["response_ids"]) > 0
+                and math.isfinite(sum(row["logprobs"]) + row["score"])
+            )
         except (ValueError, KeyError, TypeError, RuntimeError):
             is_valid = False
         if not is_valid and parts and not line.endswith("\n"):
@@ -1487,7 +1490,7 @@ def read_rollouts(path: str, policy, tokenizer, args) -> dict:
     batch = {name: tensor.to(policy.eos_ids.device) for name, tensor in join(parts).items()}
     outputs = logprobs_and_values_in_parts(policy, batch, args)
     batch["ref_logprobs"], _, batch["mu_values"] = outputs
-    # Before its first draw a rollout has its score as the advantage. A draw computes advantages.
+    # The priority of the first draw follows from the score; a draw computes the advantages.
     batch["advantages"] = batch["scores"][:, None].expand_as(batch["mu_values"])
     return batch
 
@@ -1860,6 +1863,10 @@ def load_checkpoint(policy, optimizer, args) -> dict:
     )
     print(f"resuming after iteration {saved['state']['iteration']}")
     return saved
+
+
+def has_checkpoint(args) -> bool:
+    return (Path(args.run_dir) / "checkpoint.pt").exists()
 
 
 def is_resumable(args) -> bool:

@@ -214,7 +214,7 @@ def test_a_reward_function_may_import_files_of_its_folder(tmp_path, monkeypatch)
 
 def test_a_run_whose_responses_are_cut_off_says_so(tmp_path, capsys):
     """The default length is that of the built-in task."""
-    run(ppo, tmp_path / "run", num_iterations=2, sft_steps=0, max_response_length=1)
+    run(ppo, tmp_path / "run", batch_size=32, sft_steps=0, max_response_length=1)
     assert capsys.readouterr().out.count("nearly all responses are cut off") == 1
 
 
