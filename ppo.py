@@ -267,7 +267,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    with torch.random.fork_rng(devices=[]):  # its random numbers do not shift those of training
+    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
         scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
@@ -373,11 +373,12 @@ def ppo_loss(policy, minibatch: dict, args):
     """Returns the loss and a dict of statistics. All of them are means over tokens."""
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
+    advantages = minibatch["advantages"]
     new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
-    pg_loss, clipped = policy_loss(new_logprobs, logprobs, minibatch["advantages"], args.clip_coef)
+    pg_loss, clipped = policy_loss(new_logprobs, logprobs, advantages, args.clip_coef)
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     per_token = dict(
         policy_loss=pg_loss,
@@ -529,8 +530,7 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"log-probs differ by {mismatch:.2f} between sampling with a cache and training: "
-                "this model cannot be trained here, try another one"
+                f"this model cannot be used: sampling and training differ by {mismatch:.2f} nats"
             )
 
         # 4. evaluate and log
@@ -629,7 +629,9 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
         except (ValueError, KeyError, AttributeError):
             prompt = answer = None
         if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
-            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
+            sys.exit(
+                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+            )
         pairs.append((prompt, final_answer(str(answer))))
     return pairs
 
@@ -786,15 +788,15 @@ class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
     def __init__(self, args):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        script = Path(__file__).stem
+        name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True)
         self.rows = []
         self.start_time = time.time()
         self.wandb = None
 
-        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
-        config["torch"] = torch.__version__
+        config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         if args.track:
             import wandb

@@ -370,7 +370,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    with torch.random.fork_rng(devices=[]):  # its random numbers do not shift those of training
+    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
         scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
@@ -836,17 +836,13 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
+    advantages = minibatch["advantages"]
     new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     pg_loss, clipped = policy_loss(
-        new_logprobs,
-        logprobs,
-        minibatch["advantages"],
-        args.clip_coef,
-        args.clip_coef_high,
-        args.dual_clip,
+        new_logprobs, logprobs, advantages, args.clip_coef, args.clip_coef_high, args.dual_clip
     )
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     # v2: correction: stale tokens have a loss of their own
@@ -857,7 +853,7 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
         new_logprobs,
         logprobs,
         minibatch["mu_logprobs"],
-        minibatch["advantages"],
+        advantages,
         mask * is_stale,
         args.clip_coef,
         args.correction_limit,
@@ -1038,7 +1034,7 @@ def main(args: Args) -> dict[str, float]:
         checkpoint_layers(policy)
     if args.bf16:
         use_bf16(policy)
-        if isinstance(reference, PolicyWithValue):
+        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
             use_bf16(reference)
     if args.fsdp:
         shard(policy, device)
@@ -1086,7 +1082,7 @@ def main(args: Args) -> dict[str, float]:
         # v1: best
         patience = args.early_stopping_patience
         if patience and state["evals_without_improvement"] >= patience:
-            print(f"early stop: {patience} evaluations without improvement")
+            print(f"early stop: {patience} evaluations without improvement over {run.dir}/best")
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -1131,8 +1127,7 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"log-probs differ by {mismatch:.2f} between sampling with a cache and training: "
-                "this model cannot be trained here, try another one"
+                f"this model cannot be used: sampling and training differ by {mismatch:.2f} nats"
             )
 
         # v2: buffer, log
@@ -1356,7 +1351,9 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
         except (ValueError, KeyError, AttributeError):
             prompt = answer = None
         if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
-            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
+            sys.exit(
+                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+            )
         pairs.append((prompt, final_answer(str(answer))))
     return pairs
 
@@ -1635,7 +1632,7 @@ def trained_weights(policy) -> dict:
 
 # v1: lora
 def merge_adapters(lm):
-    """Returns an ordinary model without memory, and its weights: frozen ones plus adapters."""
+    """Returns the structure of an ordinary model, and its weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
     state = {}
     for name, weight in lm.state_dict().items():
@@ -1686,7 +1683,8 @@ class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
     def __init__(self, args, rows: list[dict]):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        script = Path(__file__).stem
+        name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.rows = rows  # v1: checkpoint: what a resumed run has logged
         self.start_time = time.time() - (rows[-1]["time"] if rows else 0)  # v1: checkpoint
@@ -1695,8 +1693,7 @@ class Run:
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
-        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
-        config["torch"] = torch.__version__
+        config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         # v1: checkpoint
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
         last_step = rows[-1]["global_step"] if rows else -1
@@ -1765,7 +1762,7 @@ class Run:
         scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
         change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
-        print(f"curves.png, samples.jsonl and the best model, best/, are in {self.dir}")  # v1: best
+        print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 

@@ -94,7 +94,7 @@ def test_a_model_whose_cached_steps_are_not_its_forward_pass_is_refused(tmp_path
         return logits, values, cache
 
     monkeypatch.setattr(ppo.PolicyWithValue, "forward", forward)
-    with pytest.raises(SystemExit, match=r"log-probs differ by \d.\d\d between sampling with a"):
+    with pytest.raises(SystemExit, match=r"sampling and training differ by \d.\d\d nats"):
         run(ppo, tmp_path / "run")
 
 

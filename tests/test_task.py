@@ -107,7 +107,8 @@ def test_jsonl_errors_name_the_line(bad, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n\n' + bad, errors="surrogateescape")
     with pytest.raises(
-        SystemExit, match=r"data.jsonl, line 3: must be a JSON object with a prompt and an answer$"
+        SystemExit,
+        match=r"data.jsonl, line 3: must be a JSON object with the texts prompt and answer$",
     ):
         run(ppo, tmp_path / "run", task=f"jsonl:{path}")
     assert not (tmp_path / "run").exists()
