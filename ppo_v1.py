@@ -709,7 +709,7 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"this model cannot be used: sampling and training differ by {mismatch:.2f} nats"
+                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
             )
 
         # 4. evaluate and log
@@ -1357,7 +1357,7 @@ def save_model(policy, tokenizer, folder: Path):
 class Signals:
     """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
 
-    After the first signal Python's own handlers are back, so a second one ends the run at once.
+    After the first signal the previous handlers are back, so a second one ends the run at once.
     """
 
     def __init__(self):
@@ -1370,7 +1370,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        print("signal received: the run saves and ends soon; a second signal ends it at once")
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
@@ -1400,11 +1401,8 @@ def init_distributed(device):
     if world_size() == 1:
         return device
     if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
         if device.type != "cpu":
             print(f"torchrun: {device.type} is not supported, this process trains on the CPU")

@@ -1127,7 +1127,7 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"this model cannot be used: sampling and training differ by {mismatch:.2f} nats"
+                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
             )
 
         # v2: buffer, log
@@ -1253,7 +1253,7 @@ def check_v1_args(args: Args):
 
 # v2: lag, correction, buffer
 V2_POSITIVE = """correction_limit replay_sample_size priority_age_tau max_replay_reuse min_replay_size
-    staleness_threshold replay_start_size replay_grow_iteration""".split()
+    staleness_threshold replay_start_size replay_grow_iteration new_samples_ratio""".split()
 REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
     new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
     priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
@@ -1287,8 +1287,6 @@ def check_v2_args(args: Args):
 
     if args.replay_buffer_size < max(args.min_replay_size, args.replay_start_size or 0):
         raise ValueError("--replay-buffer-size is below --min-replay-size or --replay-start-size")
-    if args.replay_start_size and args.replay_start_size < args.min_replay_size:
-        raise ValueError("--replay-start-size must be at least --min-replay-size")
     if args.use_replay_buffer and args.min_replay_size > args.batch_size * args.staleness_threshold:
         raise ValueError(
             "--min-replay-size is never reached: the buffer holds --batch-size rollouts of each of "
@@ -1296,8 +1294,6 @@ def check_v2_args(args: Args):
         )
     if args.priority_beta > 1:
         raise ValueError("--priority-beta must be from 0 to 1")
-    if args.new_samples_ratio is not None and not 0 < args.new_samples_ratio < 1:
-        raise ValueError("--new-samples-ratio must be above 0 and below 1")
     if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
         raise ValueError(
             f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
@@ -1923,7 +1919,7 @@ def save_model(policy, tokenizer, folder: Path):
 class Signals:
     """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
 
-    After the first signal Python's own handlers are back, so a second one ends the run at once.
+    After the first signal the previous handlers are back, so a second one ends the run at once.
     """
 
     def __init__(self):
@@ -1936,7 +1932,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        print("signal received: the run saves and ends soon; a second signal ends it at once")
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
@@ -1966,11 +1963,8 @@ def init_distributed(device):
     if world_size() == 1:
         return device
     if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
         if device.type != "cpu":
             print(f"torchrun: {device.type} is not supported, this process trains on the CPU")

@@ -640,12 +640,11 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(rollout_lag=-1), "--rollout_lag must not be negative"),
         (dict(use_replay_buffer=True, replay_sample_size=3, batch_size=8, num_minibatches=4),
          "3 drawn rollouts are too few"),
-        (dict(use_replay_buffer=True, replay_start_size=50, min_replay_size=60), "must be at least"),
         (dict(use_replay_buffer=True, replay_start_size=9000), "--replay-buffer-size is below"),
         (dict(use_replay_buffer=True, min_replay_size=9000), "--replay-buffer-size is below"),
         (dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10), "is never reached"),
         (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
-        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be"),
+        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "0 drawn rollouts are too few"),
         (dict(use_replay_buffer=True, max_replay_reuse=0), "--max_replay_reuse must be positive"),
     ],
 )  # fmt: skip
