@@ -661,6 +661,16 @@ class ReplayBuffer:
         keep = is_live.nonzero().flatten()[-capacity:]
         self.rows = {name: tensor[keep] for name, tensor in rows.items()}
 
+    def odds(self, iteration: int):
+        """How likely each rollout is drawn, relative to the others.  -> (N,)"""
+        odds = torch.ones_like(self.rows["priority"])
+        if self.args.use_priority_sampling:
+            odds = self.rows["priority"]
+        if self.args.priority_age_tau is not None:
+            ages = iteration - self.rows["birth"]
+            odds = odds * (-ages / self.args.priority_age_tau).exp()
+        return odds.clamp(min=1e-300)  # with a large age or alpha all of them could be 0
+
     def draw(self, iteration: int, last_kl: float):
         """Draw with replacement: a draw may contain many copies of a rare success.
 
@@ -675,23 +685,17 @@ class ReplayBuffer:
             max_reuse = max(1, max_reuse // 3)  # the policy moves fast, so samples age fast
         may_draw = self.rows["reuse"] < max_reuse
         num_rows = int(may_draw.sum())
-        # rounded down, so that all micro-batches have the same size
         num_drawn = min(args.draws_per_update(), num_rows)
-        num_drawn = num_drawn // args.num_parts() * args.num_parts()
+        num_drawn -= num_drawn % args.num_parts()  # all micro-batches have the same size
         if num_drawn == 0:
             return nothing
 
-        odds = torch.ones_like(self.rows["priority"])
-        if args.use_priority_sampling:
-            odds = self.rows["priority"]
-        if args.priority_age_tau is not None:
-            ages = iteration - self.rows["birth"]
-            odds = odds * (-ages / args.priority_age_tau).exp()
-        odds = odds.clamp(min=1e-300) * may_draw  # with a large age or alpha all could be 0
-        odds = odds / odds.sum()
-        indices = odds.multinomial(num_drawn, replacement=True)
+        odds = self.odds(iteration) * may_draw
+        probabilities = odds / odds.sum()
+        indices = probabilities.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
-        sample_weights = (num_rows * odds[indices]) ** -beta  # section 3.4 of arXiv:1511.05952
+        # section 3.4 of arXiv:1511.05952
+        sample_weights = (num_rows * probabilities[indices]) ** -beta
         sample_weights = (sample_weights / sample_weights.max()).float()
         copy_from_rank_0([indices, sample_weights])  # odds of ranks may differ by rounding
 
