@@ -6,24 +6,24 @@
 r"""PPO for language models, in one file (arXiv:1707.06347v2, with the reward of arXiv:1909.08593).
 
     for each iteration:
-        sample one response to each prompt                                    -> rollout
-        score each response, for example 1 if it is right, else 0             -> scorer
+        sample one response to each prompt                                     # rollout
+        score each response, for example 1 if it is right, else 0              # scorer
         reward of a token: -kl_coef * (log pi - log pi_ref);
-            the score is added to the last token's reward                     -> token_rewards
-        advantages from rewards and values                                    -> compute_gae
+            the score is added to the last token's reward                      # token_rewards
+        advantages from rewards and values                                     # compute_gae
         for each epoch, for each minibatch:
-            one optimizer step on clipped policy loss + value loss            -> ppo_loss
+            one optimizer step on clipped policy loss + value loss             # ppo_loss
 
 Compared with CleanRL's ppo.py:
   * An action is a token and an episode is a response; gamma and lambda are 1 by default.
   * The reward has a KL penalty towards a frozen copy of the initial model.
   * Policy and value function share one language model; a linear value head sits on its last layer.
   * `clipfrac` counts tokens whose gradient the clip removes; steps and SPS count responses.
-  * By default advantages are not normalized. In a batch in which no response was right they are
-    small noise from values and KL penalty; dividing by their standard deviation would amplify it.
+  * By default advantages are not normalized. If no response of a batch was right, they are small
+    noise from values and KL penalty. Dividing by their standard deviation would amplify it.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
+A docstring that ends with `-> (B,R)` says which shape is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo.py                                     # sort digits, on a CPU, in seconds
@@ -59,8 +59,8 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
+    seed: int = 1  # seed of training; the evaluation is the same for every seed
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the tiny model, else a GPU if any)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
@@ -79,13 +79,13 @@ class Args:
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS
-    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
+    temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate; the default schedule is linear to 0
+    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the norm of the gradient
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # PPO
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
@@ -121,7 +121,7 @@ class PolicyWithValue(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
         self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
-        self.eval()  # also while training: dropout would be noise in the policy ratio
+        self.eval()  # during training, too: dropout would add noise to the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
@@ -130,11 +130,11 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
-        # The value head reads what the LM head reads. With output_hidden_states=True the model
-        # would keep the output of every layer.
-        hidden = []
+        # The value head reads the hidden states that the LM head reads. A hook on the LM head gets
+        # them; with output_hidden_states=True the model would keep those of every layer.
+        lm_head_inputs = []
         lm_head = self.lm.get_output_embeddings()
-        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: lm_head_inputs.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
@@ -144,9 +144,10 @@ class PolicyWithValue(nn.Module):
             logits_to_keep=num_last,
         )
         hook.remove()
-        # some models ignore logits_to_keep, so we cut again
+        (hidden,) = lm_head_inputs
+        # Some models ignore logits_to_keep and return all positions.
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -166,7 +167,7 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """`logprobs_and_values` without gradients, a few rows at a time.  -> 3 x (B,R)"""
+    """Call `logprobs_and_values` without gradients on a few rows at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
@@ -186,59 +187,69 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 
 
 def sample_token(logits, uniforms):
-    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+    """The first token whose cumulative probability is above the uniform number.  -> (B,)
 
     A response depends on its own row of uniform numbers only. With torch.multinomial it would also
     depend on which other rows are still in the batch.
     """
-    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V)
+    # Because of rounding the last entry may be below 1, so we scale the uniform number to it.
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
 
 
 @torch.no_grad()
 def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None) -> dict:
-    """Continue each prompt: sample with the given uniform numbers (B,R), or greedily without.
+    """Sample a response to each prompt with uniform numbers (B,R). Without them, respond greedily.
 
-    Not `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would change the
-    distribution that we sample from, and the log-probs stored here would be wrong.
+    We do not use `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would
+    change the distribution that we sample from, and the log-probs stored here would be wrong.
+    Returns response_ids, response_mask, logprobs and values (B,R).
     """
     device = prompt_ids.device
     logprobs = torch.zeros(len(prompt_ids), max_response_length, device=device)
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    ids, mask, cache = prompt_ids, prompt_mask, None  # the model creates the cache
     rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    ids = prompt_ids  # what the model reads next: the prompts, then one token per row
+    mask = prompt_mask
+    cache = None  # the model creates it
     for t in range(max_response_length):
-        logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
+        logits, new_values, cache = policy(ids, mask, 1, cache, use_cache=True)
         logits = logits[:, 0]  # (rows,V)
         if uniforms is None:
-            token = logits.argmax(-1)
+            tokens = logits.argmax(-1)
         else:
-            token = sample_token(logits, uniforms[rows, t])
-        response_ids[rows, t] = token
+            tokens = sample_token(logits, uniforms[rows, t])
+        token_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        response_ids[rows, t] = tokens
         response_mask[rows, t] = 1  # EOS included
-        logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        values[rows, t] = value[:, 0]
+        logprobs[rows, t] = token_logits - logits.logsumexp(-1)
+        values[rows, t] = new_values[:, 0]
 
-        unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
+        # Go on with the rows whose response has not ended.
+        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # keep only the rows whose response has not ended
+        if len(unfinished) < len(rows):
             rows = rows[unfinished]
-            token = token[unfinished]
+            tokens = tokens[unfinished]
             mask = mask[unfinished]
             cache.reorder_cache(unfinished)
-        ids = token[:, None]
+        ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    responses = dict(
-        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
+
+    longest = response_mask.sum(1).max()
+    return dict(
+        response_ids=response_ids[:, :longest],
+        response_mask=response_mask[:, :longest],
+        logprobs=logprobs[:, :longest],
+        values=values[:, :longest],
     )
-    return {name: tensor[:, : t + 1] for name, tensor in responses.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses. Without uniform numbers, respond greedily.
+    """Sample a response to each prompt and score it. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -256,7 +267,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    scores = scorer(prompts, responses, answers)
+    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
+        scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
 
@@ -287,8 +299,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
-    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
+    On tokens that the policy sampled, log pi - log pi_ref is an unbiased estimate of the KL
+    divergence. It must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -303,7 +315,6 @@ def k3_kl(logp, logq):
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
-    assert rewards.shape == values.shape == mask.shape
     advantages = torch.zeros_like(rewards)
     next_value = 0.0  # the response ends: nothing follows
     next_advantage = 0.0
@@ -316,8 +327,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
@@ -327,13 +337,12 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef):
 
 def value_loss(new_values, values, returns, clip_coef):
     """Clipped squared error, as in the PPO of OpenAI's baselines.  3 x (B,R) -> (B,R)"""
-    assert new_values.shape == values.shape == returns.shape
     clipped_values = values + (new_values - values).clamp(-clip_coef, clip_coef)
     return 0.5 * torch.max((new_values - returns) ** 2, (clipped_values - returns) ** 2)
 
 
 def explained_variance(batch: dict) -> float:
-    """1: the values predict the returns. 0: they are no better than a constant."""
+    """1 if the values predict the returns, 0 if they are no better than a constant."""
     mask = batch["response_mask"].float()
     return_variance = masked_variance(batch["returns"], mask)
     if return_variance < 1e-8:
@@ -354,15 +363,22 @@ def add_advantages(batch: dict, kl_coef, args):
     batch["returns"] = advantages + batch["values"]
 
 
+def minibatch_rows(batch: dict, args):
+    """Yield the rows of each minibatch, epoch by epoch."""
+    for epoch in range(args.update_epochs):
+        yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
+
+
 def ppo_loss(policy, minibatch: dict, args):
-    """Returns the loss and statistics (a dict), all of them means over tokens."""
+    """Returns the loss and a dict of statistics. All of them are means over tokens."""
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
+    advantages = minibatch["advantages"]
     new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
-    pg_loss, clipped = policy_loss(new_logprobs, logprobs, minibatch["advantages"], args.clip_coef)
+    pg_loss, clipped = policy_loss(new_logprobs, logprobs, advantages, args.clip_coef)
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     per_token = dict(
         policy_loss=pg_loss,
@@ -380,44 +396,44 @@ def ppo_loss(policy, minibatch: dict, args):
 
 
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
+    """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
+
+    Losses and statistics of a step are those before it. So approx_kl and clipfrac are 0 at first.
+    """
     if args.norm_adv:
-        advantages = whiten(batch["advantages"], batch["response_mask"].float())
-        batch = batch | dict(advantages=advantages)
+        batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
     device = batch["response_ids"].device
     steps = []
     num_skipped = 0
-    for epoch in range(args.update_epochs):
-        shuffled = torch.randperm(args.batch_size).to(device)
-        minibatches = shuffled.chunk(args.num_minibatches)
-        for mb_inds in minibatches:
-            optimizer.zero_grad()
-            minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
-            loss, stats = ppo_loss(policy, minibatch, args)
-            loss.backward()
-            stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            steps.append(stats)
-            if all(value.isfinite() for value in stats.values()):
-                optimizer.step()
-            else:
-                num_skipped += 1  # a NaN must not reach the weights
-    if num_skipped == len(steps):
+    for mb_inds in minibatch_rows(batch, args):
+        mb_inds = mb_inds.to(device)
+        optimizer.zero_grad()
+        minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+        loss, stats = ppo_loss(policy, minibatch, args)
+        loss.backward()
+        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        if not all(value.isfinite() for value in stats.values()):
+            num_skipped += 1  # a NaN must not reach the weights
+            continue
+        steps.append(stats)
+        optimizer.step()
+    if not steps:
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy has not changed yet: new and stored log-probs must agree.
-    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
-    metrics["losses/skipped_steps"] = num_skipped
+
+    metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
         per_step = torch.stack([stats[name] for stats in steps])
-        metrics[f"losses/{name}"] = per_step.nanmean().item()
+        metrics[f"losses/{name}"] = per_step.mean().item()
+    # Before its first step the policy is the one that sampled, so the log-probs must agree.
+    metrics["rollout/logprob_mismatch"] = steps[0]["abs_logratio"].item()
     return metrics
 
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts.
+    """Respond greedily to held-out prompts, which takes no random numbers.
 
-    Returns metrics and the first eight responses as text. Training is not affected: no random
-    numbers are used.
+    Returns metrics and the first eight responses as text.
     """
     scores = []
     samples = []
@@ -425,13 +441,12 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
         some_pairs = pairs[start : start + args.batch_size]
         batch = rollout(policy, some_pairs, tokenizer, scorer, args)
         scores.append(batch["scores"])
-        if len(samples) < 8:
-            samples += as_samples(batch, some_pairs, tokenizer)
-    return {"eval/score": torch.cat(scores).mean().item()}, samples[:8]
+        samples += as_samples(batch, some_pairs[: 8 - len(samples)], tokenizer)
+    return {"eval/score": torch.cat(scores).mean().item()}, samples
 
 
 def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
-    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    """Responses as text. A response without an EOS at its end was cut off."""
     samples = []
     for i, (prompt, answer) in enumerate(pairs):
         is_token = batch["response_mask"][i] == 1
@@ -442,7 +457,7 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
-    """Metrics of the sampled responses."""
+    """Metrics of the sampled responses, before the update."""
     mask = batch["response_mask"].float()
     metrics = {
         "charts/score": batch["scores"].mean().item(),
@@ -471,7 +486,9 @@ def main(args: Args) -> dict[str, float]:
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
     policy.to(device)
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    reference = None
+    if args.kl_coef:
+        reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(
         policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
@@ -492,10 +509,13 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = learning_rate
 
         # 1. sample and score
-        global_step = iteration * args.batch_size
-        pairs = prompt_order[global_step - args.batch_size : global_step]
+        start = (iteration - 1) * args.batch_size
+        global_step = start + args.batch_size  # responses sampled so far
+        pairs = prompt_order[start:global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+        if iteration == 1 and batch["ended"].mean() < 0.1:
+            print("warning: nearly all responses are cut off; raise --max-response-length")
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:
@@ -507,8 +527,11 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. update
         losses = update(policy, optimizer, batch, args)
-        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
-            sys.exit("the model's log-probs differ between sampling with a cache and training")
+        mismatch = losses["rollout/logprob_mismatch"]
+        if iteration == 1 and mismatch > 0.1:
+            sys.exit(
+                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
+            )
 
         # 4. evaluate and log
         metrics = {
@@ -535,27 +558,26 @@ def main(args: Args) -> dict[str, float]:
 
 
 # --- option checks ---
+POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_response_length
+    temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
+    vf_clip_coef""".split()
+NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
+
+
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
-    for name in (
-        "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
-        "max_response_length", "num_iterations", "learning_rate", "update_epochs",
-        "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
-    ):  # fmt: skip
+    for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("sft_steps", "vf_coef", "ent_coef", "kl_coef"):
+            raise ValueError(f"--{name} must be positive")
+    for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+            raise ValueError(f"--{name} must not be negative")
+    if args.gamma > 1 or args.gae_lambda > 1:
+        raise ValueError("--gamma and --gae-lambda must be at most 1")
     kind, _, path = args.task.partition(":")
-    if args.task != "sort" and kind != "jsonl":
-        raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
-    if kind == "jsonl" and not Path(path).is_file():
-        raise ValueError(f"--task {args.task}: there is no file {path}")
-    if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
+    if args.task != "sort" and not (kind == "jsonl" and Path(path).is_file()):
+        raise ValueError(f"--task {args.task}: must be sort, or jsonl:PATH with a file that exists")
+    if args.task == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
@@ -576,12 +598,14 @@ def final_answer(text: str) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last word that is a number: 72 in "so it is $72$.", and not the 3 of 10^{3}."""
-    for word in reversed(re.split(r"[\s=]+", text)):
-        word = re.sub(r"[$%*()\\]", "", word).rstrip(".,:;!?")
-        if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", word) and word.strip("+-"):
-            return float(word.replace(",", ""))
-    return None
+    """The last word with a digit, if it is a number: 72 in "so it is $72$.", None in "10^{3}"."""
+    text = re.sub(r"\\text\{.*?\}|\\!|[$%*()\\]", "", text)  # "72\text{ cm}", "10,\!000", "**72**"
+    words = re.findall(r"[^\s=:]*\d[^\s=:]*", text)
+    if not words:
+        return None
+    number = words[-1].rstrip(".,;!?")
+    is_number = re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", number)
+    return float(number.replace(",", "")) if is_number else None
 
 
 def verify(response: str, answer: str) -> bool:
@@ -603,8 +627,12 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
         except (ValueError, KeyError, AttributeError):
-            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
-        pairs.append((str(prompt), final_answer(str(answer))))
+            prompt = answer = None
+        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            sys.exit(
+                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+            )
+        pairs.append((prompt, final_answer(str(answer))))
     return pairs
 
 
@@ -639,29 +667,31 @@ def make_task(args):
 
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
+        sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
         functions = runpy.run_path(path)
         if name not in functions:
             sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
         scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
-    answers = dict(pairs)  # prompts may occur more than once
-    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
-    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
-    train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
+    distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(distinct_pairs) / 10))
+    eval_pairs = random.Random(0).sample(distinct_pairs, eval_size)
+    eval_prompts = {prompt for prompt, _ in eval_pairs}
+    train_pairs = [pair for pair in pairs if pair[0] not in eval_prompts]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
-    return train_pairs, list(eval_pairs.items()), scorer
+    return train_pairs, eval_pairs, scorer
 
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -722,6 +752,7 @@ def load_lm(args):
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks do not depend on the pad token
 
+    lm.generation_config.validate(strict=True)  # an invalid one could not be saved after training
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
@@ -729,7 +760,7 @@ def load_lm(args):
 
 
 # --- run folder ---
-PANELS = {  # curves.png has these panels: label of the y-axis, metrics
+PANELS = {  # the panels of curves.png: label of the y-axis, and the metrics that are drawn
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -738,7 +769,7 @@ PANELS = {  # curves.png has these panels: label of the y-axis, metrics
 
 
 def show_progress(progress, iteration: int, metrics: dict):
-    """Policy loss, value loss and mean score, beside the bar or as lines."""
+    """Show policy loss (PL), value loss (VL) and mean score (R), beside the bar or as lines."""
     status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
     status += f" R:{metrics['charts/score']:.2f}"
     progress.set_postfix_str(status, refresh=False)
@@ -757,22 +788,23 @@ class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
     def __init__(self, args):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        script = Path(__file__).stem
+        name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True)
         self.rows = []
         self.start_time = time.time()
         self.wandb = None
 
-        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
-        config["torch"] = torch.__version__
+        config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         (self.dir / "args.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(
-                project=args.wandb_project_name, id=self.dir.name, dir=self.dir, config=config
+            wandb.init(
+                project=args.wandb_project_name, name=self.dir.name, dir=self.dir, config=config
             )
+            self.wandb = wandb
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
@@ -784,67 +816,68 @@ class Run:
             self.wandb.log(row, step=row["global_step"])
 
     def log_samples(self, global_step: int, samples: list[dict]):
-        rows = [{"global_step": global_step} | sample for sample in samples]
         with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for row in rows:
+            for sample in samples:
+                row = {"global_step": global_step} | sample
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if self.wandb:
-            import wandb
-
-            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
             self.wandb.log({"samples": table}, step=global_step)
 
     def finish(self):
-        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        """Write summary.json and curves.png, and print the result."""
+        summary = json.dumps(self.rows[-1], indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        logged = set().union(*self.rows)
-        panels = {}
-        for ylabel, names in PANELS.items():
-            if logged & set(names):
-                panels[ylabel] = [name for name in names if name in logged]
-        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(panels))
-        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+        figure = Figure(figsize=(4 * len(PANELS), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for axis, (ylabel, names) in zip(axes, PANELS.items(), strict=True):
             axis.set(xlabel="responses generated", ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
-                rows = [row for row in self.rows if row.get(name) is not None]
-                steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            for name in names:
+                plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
-        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}" if scores else "unknown"
         last_row = self.rows[-1]
+        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
+        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+def plot_metric(axis, rows: list[dict], name: str):
+    """Draw a metric as dots, and the mean of its last five values as a curve."""
+    rows = [row for row in rows if row.get(name) is not None]
+    steps = [row["global_step"] for row in rows]
+    values = [row[name] for row in rows]
+    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    if name.startswith("eval/"):  # not smoothed, because evaluations are few
+        curve = values
+    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
+    axis.plot(steps, curve, color=dots.get_color(), label=name)
+
+
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 

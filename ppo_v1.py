@@ -6,30 +6,31 @@
 r"""PPO for language models with production features (arXiv:1707.06347v2).
 
     for each iteration:
-        sample one response to each prompt                                    -> rollout
-        score each response, for example 1 if it is right, else 0             -> scorer
+        sample one response to each prompt                                     # rollout
+        score each response, for example 1 if it is right, else 0              # scorer
         reward of a token: -kl_coef * (log pi - log pi_ref);
-            the score is added to the last token's reward                     -> token_rewards
-        advantages from rewards and values                                    -> compute_gae
+            the score is added to the last token's reward                      # token_rewards
+        advantages from rewards and values                                     # compute_gae
         for each epoch, for each minibatch:
-            one optimizer step on clipped policy loss + value loss            -> ppo_loss
+            one optimizer step on clipped policy loss + value loss             # ppo_loss
 
 Comments such as `# v1: checkpoint` mark what was added to ppo.py.
     v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
-    v1: memory       - bf16, gradient checkpointing, a limit on the length of prompts
+    v1: memory       - bfloat16, gradient checkpointing, a limit on the length of prompts
     v1: lora         - train small adapters beside the frozen model, which is also the reference
-    v1: best         - keep the best model; stop when the evaluation no longer improves
-    v1: kl           - adapt the KL coefficient to a target; stop an update that moved too far
+    v1: best         - keep the best model; stop when the evaluation improves no more
+    v1: kl           - adapt the KL coefficient to a target; end an update that has moved too far
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
-    v1: nan          - leave out responses whose score is NaN or infinite; the run goes on
-    v1: distributed  - torchrun, replicated or sharded (FSDP2): up to rounding as one process
+    v1: nan          - leave out responses whose score is NaN or infinite
+    v1: distributed  - several processes, replicated or sharded (FSDP2); one process makes the same
+                       updates, up to rounding
 
 With the default options the numbers are those of ppo.py, bit for bit.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
-An arrow at the end of a docstring gives shapes: `-> (B,R)` is the shape of what is returned.
+A docstring that ends with `-> (B,R)` says which shape is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
@@ -50,8 +51,9 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -74,8 +76,8 @@ from tqdm import tqdm
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
-    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
+    seed: int = 1  # seed of training; the evaluation is the same for every seed
+    device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the tiny model, else a GPU if any)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
@@ -85,7 +87,7 @@ class Args:
     # v1: checkpoint, distributed
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10  # iterations between checkpoints
-    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
+    fsdp: bool = False  # shard gradients and optimizer over the processes of torchrun (FSDP2)
     # task
     task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
     min_digits: int = 3  # sort: length of the shortest list
@@ -99,21 +101,21 @@ class Args:
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS
     max_prompt_length: int | None = None  # v1: memory: leave longer prompts out (None: keep all)
-    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
+    temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
-    learning_rate: float = 5e-4  # highest learning rate; the default schedule is linear to 0
+    learning_rate: float = 5e-4  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
-    max_grad_norm: float = 1.0  # clip the norm of the gradient
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # v1: schedule, accumulate, memory, lora, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
-    warmup_steps: int = 0  # iterations in which the learning rate rises linearly
+    warmup_steps: int = 0  # iterations at the start in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
+    bf16: bool = False  # multiply matrices in bfloat16; trained weights and losses stay in float32
     gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
-    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
+    lora_rank: int = 0  # train adapters of this rank beside the frozen model (0: train the model)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # type of the weights LoRA freezes
     early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
     # PPO
     gamma: float = 1.0  # discount per token
@@ -125,19 +127,19 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to this KL to the reference, nats/response
-    target_kl: float | None = None  # end an update once approx_kl is 1.5 times this, nats/token
+    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
+    target_kl: float | None = None  # end an update at 1.5 times this approx_kl, in nats per token
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
 
     def __post_init__(self):
         check_args(self)
-        check_v1_args(self)  # v1: all
+        check_v1_args(self)
 
     # v1: accumulate, distributed
     def num_parts(self) -> int:
-        """Micro-batches of an epoch, on all ranks."""
-        return self.num_minibatches * self.gradient_accumulation_steps * num_processes()
+        """Micro-batches of an epoch, over all processes."""
+        return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
 
 # --- networks ---
@@ -148,7 +150,7 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
-# v1: nan: the mask of a response is 0 everywhere if its score is NaN or infinite.
+# v1: nan: a response whose score is NaN or infinite has a mask of zeros.
 
 
 class PolicyWithValue(nn.Module):
@@ -162,7 +164,7 @@ class PolicyWithValue(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values are 0 at first
         nn.init.zeros_(self.value_head.bias)
         self.register_buffer("eos_ids", eos_ids)  # (E,) any of these tokens ends a response
-        self.eval()  # also while training: dropout would be noise in the policy ratio
+        self.eval()  # during training, too: dropout would add noise to the policy ratio
 
     def forward(self, ids, mask, num_last: int, cache=None, use_cache: bool = False):
         """Logits of the next token and values at the last n = num_last positions.
@@ -171,11 +173,11 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
-        # The value head reads what the LM head reads. With output_hidden_states=True the model
-        # would keep the output of every layer.
-        hidden = []
+        # The value head reads the hidden states that the LM head reads. A hook on the LM head gets
+        # them; with output_hidden_states=True the model would keep those of every layer.
+        lm_head_inputs = []
         lm_head = self.lm.get_output_embeddings()
-        hook = lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        hook = lm_head.register_forward_pre_hook(lambda _, inputs: lm_head_inputs.append(inputs[0]))
         output = self.lm(
             input_ids=ids,
             attention_mask=mask,
@@ -185,9 +187,10 @@ class PolicyWithValue(nn.Module):
             logits_to_keep=num_last,
         )
         hook.remove()
-        # some models ignore logits_to_keep, so we cut again
+        (hidden,) = lm_head_inputs
+        # Some models ignore logits_to_keep and return all positions.
         logits = output.logits[:, -num_last:].float() / self.temperature
-        values = self.value_head(hidden[-1][:, -num_last:]).squeeze(-1)
+        values = self.value_head(hidden[:, -num_last:]).squeeze(-1)
         return logits, values.float(), output.past_key_values
 
 
@@ -207,7 +210,7 @@ def logprobs_and_values(policy, batch: dict):
 
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
-    """`logprobs_and_values` without gradients, a few rows at a time.  -> 3 x (B,R)"""
+    """Call `logprobs_and_values` without gradients on a few rows at a time.  -> 3 x (B,R)"""
     size = args.batch_size // args.num_minibatches
     size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
     parts = []
@@ -228,59 +231,69 @@ def encode(tokenizer, prompts: list[str], chat_template: bool, **padding):
 
 
 def sample_token(logits, uniforms):
-    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+    """The first token whose cumulative probability is above the uniform number.  -> (B,)
 
     A response depends on its own row of uniform numbers only. With torch.multinomial it would also
     depend on which other rows are still in the batch.
     """
-    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V)
+    # Because of rounding the last entry may be below 1, so we scale the uniform number to it.
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
 
 
 @torch.no_grad()
 def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None) -> dict:
-    """Continue each prompt: sample with the given uniform numbers (B,R), or greedily without.
+    """Sample a response to each prompt with uniform numbers (B,R). Without them, respond greedily.
 
-    Not `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would change the
-    distribution that we sample from, and the log-probs stored here would be wrong.
+    We do not use `lm.generate`: a model's generation config (top_k, repetition penalty, ...) would
+    change the distribution that we sample from, and the log-probs stored here would be wrong.
+    Returns response_ids, response_mask, logprobs and values (B,R).
     """
     device = prompt_ids.device
     logprobs = torch.zeros(len(prompt_ids), max_response_length, device=device)
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    ids, mask, cache = prompt_ids, prompt_mask, None  # the model creates the cache
     rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    ids = prompt_ids  # what the model reads next: the prompts, then one token per row
+    mask = prompt_mask
+    cache = None  # the model creates it
     for t in range(max_response_length):
-        logits, value, cache = policy(ids, mask, 1, cache, use_cache=True)
+        logits, new_values, cache = policy(ids, mask, 1, cache, use_cache=True)
         logits = logits[:, 0]  # (rows,V)
         if uniforms is None:
-            token = logits.argmax(-1)
+            tokens = logits.argmax(-1)
         else:
-            token = sample_token(logits, uniforms[rows, t])
-        response_ids[rows, t] = token
+            tokens = sample_token(logits, uniforms[rows, t])
+        token_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
+        response_ids[rows, t] = tokens
         response_mask[rows, t] = 1  # EOS included
-        logprobs[rows, t] = logits.gather(-1, token[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        values[rows, t] = value[:, 0]
+        logprobs[rows, t] = token_logits - logits.logsumexp(-1)
+        values[rows, t] = new_values[:, 0]
 
-        unfinished = (~torch.isin(token, policy.eos_ids)).nonzero().squeeze(-1)
+        # Go on with the rows whose response has not ended.
+        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):  # keep only the rows whose response has not ended
+        if len(unfinished) < len(rows):
             rows = rows[unfinished]
-            token = token[unfinished]
+            tokens = tokens[unfinished]
             mask = mask[unfinished]
             cache.reorder_cache(unfinished)
-        ids = token[:, None]
+        ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    responses = dict(
-        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
+
+    longest = response_mask.sum(1).max()
+    return dict(
+        response_ids=response_ids[:, :longest],
+        response_mask=response_mask[:, :longest],
+        logprobs=logprobs[:, :longest],
+        values=values[:, :longest],
     )
-    return {name: tensor[:, : t + 1] for name, tensor in responses.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Respond to prompts and score the responses. Without uniform numbers, respond greedily.
+    """Sample a response to each prompt and score it. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -296,7 +309,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    # v1: memory: within one autocast, so that a trained weight is cast once, not at every token
+    # v1: memory: autocast keeps its bfloat16 copies of the trained weights until its block ends.
+    # With this block around all tokens, each weight is copied once.
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
         batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -305,7 +319,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    scores = scorer(prompts, responses, answers)
+    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
+        scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
 
@@ -318,7 +333,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
 
 # v1: nan
 def mask_unscored(batch: dict):
-    """Empty the mask of responses whose score is NaN or infinite: the update ignores them."""
+    """Responses whose score is NaN or infinite get a mask of zeros: the update leaves them out."""
     is_finite = batch["scores"].isfinite()
     batch["scores"] = batch["scores"].where(is_finite, 0.0)
     batch["response_mask"] = batch["response_mask"] * is_finite[:, None]
@@ -342,8 +357,8 @@ def whiten(x, mask):
 def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
-    For tokens that pi sampled, log pi - log pi_ref is an unbiased estimate of the KL divergence.
-    This estimate must be part of the reward: in the loss, its expected gradient would be zero.
+    On tokens that the policy sampled, log pi - log pi_ref is an unbiased estimate of the KL
+    divergence. It must be part of the reward: in the loss, its expected gradient would be zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -358,7 +373,6 @@ def k3_kl(logp, logq):
 
 def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Generalized advantage estimation, eq. 11 and 12 of PPO.  3 x (B,R) -> (B,R)"""
-    assert rewards.shape == values.shape == mask.shape
     advantages = torch.zeros_like(rewards)
     next_value = 0.0  # the response ends: nothing follows
     next_advantage = 0.0
@@ -371,8 +385,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     high = clip_coef_high or clip_coef  # v1: clip
@@ -385,13 +398,12 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
 
 def value_loss(new_values, values, returns, clip_coef):
     """Clipped squared error, as in the PPO of OpenAI's baselines.  3 x (B,R) -> (B,R)"""
-    assert new_values.shape == values.shape == returns.shape
     clipped_values = values + (new_values - values).clamp(-clip_coef, clip_coef)
     return 0.5 * torch.max((new_values - returns) ** 2, (clipped_values - returns) ** 2)
 
 
 def explained_variance(batch: dict) -> float:
-    """1: the values predict the returns. 0: they are no better than a constant."""
+    """1 if the values predict the returns, 0 if they are no better than a constant."""
     mask = batch["response_mask"].float()
     return_variance = masked_variance(batch["returns"], mask)
     if return_variance < 1e-8:
@@ -437,25 +449,27 @@ def add_advantages(batch: dict, kl_coef, args):
     batch["returns"] = advantages + batch["values"]
 
 
-def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """Returns the loss and statistics (a dict), all of them means over tokens.
+def minibatch_rows(batch: dict, args):
+    """Yield the rows of each minibatch, epoch by epoch."""
+    for epoch in range(args.update_epochs):
+        yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
 
-    v1: accumulate: the minibatch may be a part of a larger one. num_tokens counts the tokens of
-    all parts, so that the losses, statistics and gradients of the parts add up.
+
+def ppo_loss(policy, minibatch: dict, num_tokens, args):
+    """Returns the loss and a dict of statistics. All of them are means over tokens.
+
+    v1: accumulate: `minibatch` may be a part of a minibatch. Its sums are divided by num_tokens, the
+    tokens of the whole minibatch, so that the results and gradients of all parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
+    advantages = minibatch["advantages"]
     new_logprobs, entropy, new_values = logprobs_and_values(policy, minibatch)
     if not args.ent_coef:
         entropy = entropy.detach()  # only logged: skip its backward pass
 
     pg_loss, clipped = policy_loss(
-        new_logprobs,
-        logprobs,
-        minibatch["advantages"],
-        args.clip_coef,
-        args.clip_coef_high,
-        args.dual_clip,
+        new_logprobs, logprobs, advantages, args.clip_coef, args.clip_coef_high, args.dual_clip
     )
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     per_token = dict(
@@ -474,60 +488,59 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
 
 
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
-    """Take several epochs of minibatch steps. Returns metrics: means over the steps."""
+    """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
+
+    Losses and statistics of a step are those before it. So approx_kl and clipfrac are 0 at first.
+    """
     if args.norm_adv:
-        advantages = whiten(batch["advantages"], batch["response_mask"].float())
-        batch = batch | dict(advantages=advantages)
+        batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
     device = batch["response_ids"].device
     steps = []
     num_skipped = 0
-    for epoch in range(args.update_epochs):
-        shuffled = torch.randperm(args.batch_size).to(device)
-        minibatches = shuffled.chunk(args.num_minibatches)
-        for mb_inds in minibatches:
-            optimizer.zero_grad()
-            # v1: accumulate, distributed
-            num_tokens = batch["response_mask"][mb_inds].sum()
-            stats = {}
-            for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
-                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
-                loss.backward()
-                for name, value in micro_stats.items():
-                    stats[name] = stats.get(name, 0) + value
-            sum_over_ranks(stats.values())
-            sum_gradients(policy)
-            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
-            steps.append(stats)
-            # v1: kl
-            moved_too_far = bool(args.target_kl) and stats["approx_kl"] > 1.5 * args.target_kl
-            if moved_too_far:
-                break
-            if all(value.isfinite() for value in stats.values()):
-                optimizer.step()
-            else:
-                num_skipped += 1  # a NaN must not reach the weights
-        if moved_too_far:  # v1: kl
+    for mb_inds in minibatch_rows(batch, args):
+        mb_inds = mb_inds.to(device)
+        optimizer.zero_grad()
+        # v1: accumulate, distributed
+        num_tokens = batch["response_mask"][mb_inds].sum()
+        stats = {}
+        for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
+            micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+            loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
+            loss.backward()
+            for name, value in micro_stats.items():
+                stats[name] = stats.get(name, 0) + value
+        sum_over_ranks(stats.values())
+        sum_gradients(policy)
+        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        if args.fsdp:  # v1: distributed
+            stats["grad_norm"] = stats["grad_norm"].full_tensor()
+        if not all(value.isfinite() for value in stats.values()):
+            num_skipped += 1  # a NaN must not reach the weights
+            continue
+        steps.append(stats)
+        # v1: kl: before the first step the policy has not moved
+        if args.target_kl and len(steps) > 1 and stats["approx_kl"] > 1.5 * args.target_kl:
             break
-    # v1: nan: without a single valid score every loss is 0/0, and the update is skipped
-    if num_skipped == len(steps) and batch["response_mask"].any():
+        optimizer.step()
+    if not steps and not batch["response_mask"].any():  # v1: nan: no response has a score
+        steps.append(stats)  # NaN is logged, and the run goes on
+    if not steps:
         sys.exit("no step of this update had a finite loss and gradient")
-    # At the first step the policy has not changed yet: new and stored log-probs must agree.
-    metrics = {"rollout/logprob_mismatch": steps[0]["abs_logratio"].item()}
-    metrics["losses/skipped_steps"] = num_skipped
+
+    metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
         per_step = torch.stack([stats[name] for stats in steps])
-        metrics[f"losses/{name}"] = per_step.nanmean().item()
+        metrics[f"losses/{name}"] = per_step.mean().item()
+    # Before its first step the policy is the one that sampled, so the log-probs must agree.
+    metrics["rollout/logprob_mismatch"] = steps[0]["abs_logratio"].item()
     return metrics
 
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts.
+    """Respond greedily to held-out prompts, which takes no random numbers.
 
-    Returns metrics and the first eight responses as text. Training is not affected: no random
-    numbers are used.
+    Returns metrics and the first eight responses as text.
     """
     scores = []
     samples = []
@@ -538,18 +551,17 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch, args)
         scores.append(batch["scores"][: len(some_pairs)])
-        if len(samples) < 8:
-            samples += as_samples(batch, some_pairs, tokenizer)
+        samples += as_samples(batch, some_pairs[: 8 - len(samples)], tokenizer)
     # v1: nan
     scores = torch.cat(scores)
     is_finite = scores.isfinite()
     metrics = {"eval/score": scores[is_finite].mean().item()}
     metrics["eval/nan_scores"] = (~is_finite).sum().item()
-    return metrics, samples[:8]
+    return metrics, samples
 
 
 def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
-    """Responses as text. An EOS shows where a response ended; without one it was cut off."""
+    """Responses as text. A response without an EOS at its end was cut off."""
     samples = []
     for i, (prompt, answer) in enumerate(pairs):
         is_token = batch["response_mask"][i] == 1
@@ -561,7 +573,7 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
-    """Metrics of the sampled responses."""
+    """Metrics of the sampled responses, before the update."""
     # v1: nan: leave out responses without a score
     is_scored = batch["response_mask"].any(1)
     num_nan_scores = (~is_scored).sum().item()
@@ -586,17 +598,11 @@ def batch_metrics(batch: dict, args) -> dict[str, float]:
 # v1: best
 def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
     """Save the model to best/ if this is the best evaluation so far."""
-    if math.isfinite(metrics["eval/score"]):
-        state["evals_without_improvement"] += 1
+    state["evals_without_improvement"] += 1
     if metrics["eval/score"] > state["best_score"]:
         state["best_score"] = metrics["eval/score"]
         state["evals_without_improvement"] = 0
         save_model(policy, tokenizer, run.dir / "best")
-
-
-def is_out_of_patience(state: dict, args) -> bool:
-    patience = args.early_stopping_patience
-    return patience is not None and state["evals_without_improvement"] >= patience
 
 
 # --- main ---
@@ -621,16 +627,18 @@ def main(args: Args) -> dict[str, float]:
         add_adapters(policy, args)
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
-    if args.lora_rank:  # v1: lora
-        reference = partial(without_adapters, policy) if args.kl_coef else None
-    else:
-        reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    # v1: memory, distributed: after the copy, since these replace methods of the policy's modules
+    reference = None
+    if args.kl_coef and args.lora_rank:  # v1: lora: a function with the outputs of a reference
+        reference = partial(without_adapters, policy)
+    elif args.kl_coef:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    # v1: memory, distributed: these replace methods of the policy's modules, so they must follow
+    # the copy, whose methods would else be those of the policy
     if args.gradient_checkpointing:
         checkpoint_layers(policy)
     if args.bf16:
         use_bf16(policy)
-        if isinstance(reference, PolicyWithValue):
+        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
             use_bf16(reference)
     if args.fsdp:
         shard(policy, device)
@@ -640,21 +648,22 @@ def main(args: Args) -> dict[str, float]:
     )
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
-    run = Run(args)
-    # v1: checkpoint, kl, best
+    # v1: checkpoint, kl, best: what changes during the run, besides weights and optimizer
     state = dict(
         iteration=0,
         kl_coef=args.kl_coef,
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    has_checkpoint = any_rank((run.dir / "checkpoint.pt").exists(), device)
-    if args.resume and has_checkpoint:
-        state |= load_checkpoint(run, policy, optimizer, args)
-        metrics, samples = run.rows[-1], []
+    rows = []  # what has been logged
+    if args.resume and any_rank(has_checkpoint(args), device):
+        saved = load_checkpoint(policy, optimizer, args)
+        state |= saved["state"]
+        rows = saved["rows"]
+    run = Run(args, rows)
+    if rows:
+        metrics, samples = rows[-1], []
     else:
-        drop_lines_after(-1, run.dir / "metrics.jsonl")
-        drop_lines_after(-1, run.dir / "samples.jsonl")
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics)
         run.log_samples(0, samples)
@@ -665,8 +674,9 @@ def main(args: Args) -> dict[str, float]:
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
     for iteration in range(done + 1, args.num_iterations + 1):
         # v1: best
-        if is_out_of_patience(state, args):
-            print(f"early stop: {args.early_stopping_patience} evaluations without improvement")
+        patience = args.early_stopping_patience
+        if patience and state["evals_without_improvement"] >= patience:
+            print(f"early stop: {patience} evaluations without improvement over {run.dir}/best")
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -675,10 +685,13 @@ def main(args: Args) -> dict[str, float]:
         optimizer.param_groups[0]["lr"] = learning_rate
 
         # 1. sample and score
-        global_step = iteration * args.batch_size
-        pairs = prompt_order[global_step - args.batch_size : global_step]
+        start = (iteration - 1) * args.batch_size
+        global_step = start + args.batch_size  # responses sampled so far
+        pairs = prompt_order[start:global_step]
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
+        if iteration == 1 and batch["ended"].mean() < 0.1:
+            print("warning: nearly all responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
@@ -693,8 +706,11 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. update
         losses = update(policy, optimizer, batch, args)
-        if iteration == 1 and losses["rollout/logprob_mismatch"] > 0.1:
-            sys.exit("the model's log-probs differ between sampling with a cache and training")
+        mismatch = losses["rollout/logprob_mismatch"]
+        if iteration == 1 and mismatch > 0.1:
+            sys.exit(
+                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
+            )
 
         # 4. evaluate and log
         metrics = {
@@ -720,12 +736,12 @@ def main(args: Args) -> dict[str, float]:
             )
         show_progress(progress, iteration, metrics)
 
-        # v1: checkpoint, best
+        # v1: checkpoint
         state["iteration"] = iteration
-        is_last = iteration == args.num_iterations or is_out_of_patience(state, args)
+        is_last = iteration == args.num_iterations
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
-            save_checkpoint(run, policy, optimizer, state, args)
+            save_checkpoint(run, policy, optimizer, state)
         if is_interrupted and not is_last:
             progress.close()
             print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
@@ -740,27 +756,26 @@ def main(args: Args) -> dict[str, float]:
 
 
 # --- option checks ---
+POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_response_length
+    temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
+    vf_clip_coef""".split()
+NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
+
+
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
-    for name in (
-        "num_threads", "eval_every", "eval_size", "min_digits", "batch_size", "temperature",
-        "max_response_length", "num_iterations", "learning_rate", "update_epochs",
-        "num_minibatches", "max_grad_norm", "clip_coef", "vf_clip_coef",
-    ):  # fmt: skip
+    for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("sft_steps", "vf_coef", "ent_coef", "kl_coef"):
+            raise ValueError(f"--{name} must be positive")
+    for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+            raise ValueError(f"--{name} must not be negative")
+    if args.gamma > 1 or args.gae_lambda > 1:
+        raise ValueError("--gamma and --gae-lambda must be at most 1")
     kind, _, path = args.task.partition(":")
-    if args.task != "sort" and kind != "jsonl":
-        raise ValueError(f"--task {args.task}: must be sort or jsonl:PATH")
-    if kind == "jsonl" and not Path(path).is_file():
-        raise ValueError(f"--task {args.task}: there is no file {path}")
-    if kind == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
+    if args.task != "sort" and not (kind == "jsonl" and Path(path).is_file()):
+        raise ValueError(f"--task {args.task}: must be sort, or jsonl:PATH with a file that exists")
+    if args.task == "sort" and not args.min_digits <= args.max_digits < args.max_response_length:
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
@@ -771,17 +786,17 @@ def check_args(args: Args):
 
 
 # v1: checkpoint, accumulate, kl, clip, distributed, lora
+V1_POSITIVE = """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
+    ref_kl_target target_kl clip_coef_high dual_clip""".split()
+
+
 def check_v1_args(args: Args):
-    for name in (
-        "save_every", "max_prompt_length", "gradient_accumulation_steps",
-        "early_stopping_patience", "ref_kl_target", "target_kl", "clip_coef_high", "dual_clip",
-    ):  # fmt: skip
+    for name in V1_POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("warmup_steps", "lora_rank"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+            raise ValueError(f"--{name} must be positive, or None")
+    if args.warmup_steps < 0 or args.lora_rank < 0:
+        raise ValueError("--warmup-steps and --lora-rank must not be negative")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():
@@ -792,10 +807,10 @@ def check_v1_args(args: Args):
     if args.ref_kl_target and not args.kl_coef:
         raise ValueError("--ref-kl-target needs a --kl-coef to start from")
     if args.target_kl and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError("--target-kl does nothing with one step per update, which starts at KL 0")
+        raise ValueError("--target-kl does nothing with one step per update, whose KL is 0")
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
-    if args.fsdp and num_processes() == 1:
+    if args.fsdp and world_size() == 1:
         raise ValueError("--fsdp needs torchrun with two processes or more")
     # v1: lora
     if args.lora_rank and not importlib.util.find_spec("peft"):
@@ -820,12 +835,14 @@ def final_answer(text: str) -> str:
 
 
 def last_number(text: str) -> float | None:
-    """The last word that is a number: 72 in "so it is $72$.", and not the 3 of 10^{3}."""
-    for word in reversed(re.split(r"[\s=]+", text)):
-        word = re.sub(r"[$%*()\\]", "", word).rstrip(".,:;!?")
-        if re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", word) and word.strip("+-"):
-            return float(word.replace(",", ""))
-    return None
+    """The last word with a digit, if it is a number: 72 in "so it is $72$.", None in "10^{3}"."""
+    text = re.sub(r"\\text\{.*?\}|\\!|[$%*()\\]", "", text)  # "72\text{ cm}", "10,\!000", "**72**"
+    words = re.findall(r"[^\s=:]*\d[^\s=:]*", text)
+    if not words:
+        return None
+    number = words[-1].rstrip(".,;!?")
+    is_number = re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", number)
+    return float(number.replace(",", "")) if is_number else None
 
 
 def verify(response: str, answer: str) -> bool:
@@ -847,8 +864,12 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
         except (ValueError, KeyError, AttributeError):
-            sys.exit(f"{path}, line {number}: must be a JSON object with a prompt and an answer")
-        pairs.append((str(prompt), final_answer(str(answer))))
+            prompt = answer = None
+        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            sys.exit(
+                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+            )
+        pairs.append((prompt, final_answer(str(answer))))
     return pairs
 
 
@@ -883,19 +904,21 @@ def make_task(args):
 
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
+        sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
         functions = runpy.run_path(path)
         if name not in functions:
             sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
         scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
-    answers = dict(pairs)  # prompts may occur more than once
-    eval_size = min(args.eval_size, math.ceil(len(answers) / 10))
-    eval_pairs = dict(random.Random(0).sample(list(answers.items()), eval_size))
-    train_pairs = [pair for pair in pairs if pair[0] not in eval_pairs]
+    distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
+    eval_size = min(args.eval_size, math.ceil(len(distinct_pairs) / 10))
+    eval_pairs = random.Random(0).sample(distinct_pairs, eval_size)
+    eval_prompts = {prompt for prompt, _ in eval_pairs}
+    train_pairs = [pair for pair in pairs if pair[0] not in eval_prompts]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
-    return train_pairs, list(eval_pairs.items()), scorer
+    return train_pairs, eval_pairs, scorer
 
 
 # v1: memory
@@ -909,18 +932,18 @@ def drop_long_prompts(pairs, tokenizer, args):
             short_pairs.append(pair)
     print(f"left out {len(pairs) - len(short_pairs)} prompts longer than --max-prompt-length")
     if not short_pairs:
-        sys.exit(f"--max-prompt-length {args.max_prompt_length}: every prompt is longer")
+        sys.exit("--max-prompt-length: no prompt is left for training, or none for evaluation")
     return short_pairs
 
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -981,6 +1004,7 @@ def load_lm(args):
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # masks do not depend on the pad token
 
+    lm.generation_config.validate(strict=True)  # an invalid one could not be saved after training
     eos_ids = lm.generation_config.eos_token_id  # chat models often have a list of them
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
@@ -998,7 +1022,7 @@ def transformer_layers(model):
 def checkpoint_layers(policy):
     """Recompute the activations of each layer in the backward pass.
 
-    transformers' own gradient checkpointing works in train() mode only, which means dropout.
+    The gradient checkpointing of transformers needs train() mode, in which dropout is on.
     """
     for layer in transformer_layers(policy.lm):
         layer.forward = partial(
@@ -1008,7 +1032,7 @@ def checkpoint_layers(policy):
 
 # v1: memory
 def use_bf16(policy):
-    """Matrix products in bfloat16, except in the two heads: rounded logits are wrong log-probs."""
+    """Multiply matrices in bfloat16, except in the two heads: rounding logits changes log-probs."""
     device_type = policy.eos_ids.device.type
     policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
     for head in (policy.lm.get_output_embeddings(), policy.value_head):
@@ -1018,16 +1042,17 @@ def use_bf16(policy):
 
 # v1: lora
 def add_adapters(policy, args):
-    """LoRA (arXiv:2106.09685): beside each matrix of the frozen layers, train one of low rank."""
+    """LoRA (arXiv:2106.09685): freeze the model; beside each matrix, train a product of low rank."""
     from peft import LoraConfig, get_peft_model
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
-        # copied before the rounding, because it may share its weights with the embedding
+        # The LM head stays in float32. In many models it shares its weights with the embedding.
         float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
         lm.set_output_embeddings(float32_head)
+        lm.config.tie_word_embeddings = False
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
@@ -1037,40 +1062,38 @@ def add_adapters(policy, args):
 
 # v1: lora
 def without_adapters(policy, *inputs):
-    """Outputs of the frozen model. It is the reference, which takes no memory of its own."""
+    """Outputs of the frozen model: a reference that takes no memory."""
     with policy.lm.disable_adapter():
         return policy(*inputs)
 
 
 # v1: lora
 def trained_weights(policy) -> dict:
-    """The state of the policy without the weights that LoRA freezes."""
-    state = {}
-    for name, tensor in policy.state_dict(keep_vars=True).items():
-        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if not is_frozen:
-            state[name] = tensor.detach()
-    return state
+    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+    state = policy.state_dict(keep_vars=True)
+    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
 
 
 # v1: lora
 def merge_adapters(lm):
-    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    """Returns the structure of an ordinary model, and its weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
-    for name, module in lm.named_modules():
-        if hasattr(module, "get_delta_weight"):
-            weight = f"{name}.base_layer.weight"
-            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
-    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
-    with torch.device("meta"):  # only the structure
+    state = {}
+    for name, weight in lm.state_dict().items():
+        weight = weight.cpu().float()
+        if name.endswith(".base_layer.weight"):
+            adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
+            weight = weight + adapted_layer.get_delta_weight("default").cpu()
+        if "lora_" not in name:
+            state[name.replace(".base_layer", "")] = weight
+    with torch.device("meta"):
         merged = type(lm)(lm.config)
     merged.generation_config = lm.generation_config
     return merged, state
 
 
 # --- run folder ---
-PANELS = {  # curves.png has these panels: label of the y-axis, metrics
+PANELS = {  # the panels of curves.png: label of the y-axis, and the metrics that are drawn
     "mean score of a response": ["charts/score", "eval/score"],
     "entropy (nats per token)": ["losses/entropy"],
     "KL divergence (nats per token)": ["losses/approx_kl", "losses/ref_kl"],
@@ -1079,7 +1102,7 @@ PANELS = {  # curves.png has these panels: label of the y-axis, metrics
 
 
 def show_progress(progress, iteration: int, metrics: dict):
-    """Policy loss, value loss and mean score, beside the bar or as lines."""
+    """Show policy loss (PL), value loss (VL) and mean score (R), beside the bar or as lines."""
     status = f"PL:{metrics['losses/policy_loss']:.2f} VL:{metrics['losses/value_loss']:.2f}"
     status += f" R:{metrics['charts/score']:.2f}"
     progress.set_postfix_str(status, refresh=False)
@@ -1097,29 +1120,36 @@ def print_samples(title: str, samples: list[dict]):
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    def __init__(self, args, rows: list[dict]):
+        script = Path(__file__).stem
+        name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = []
-        self.start_time = time.time()
+        self.rows = rows  # v1: checkpoint: what a resumed run has logged
+        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)  # v1: checkpoint
         self.wandb = None
         if rank() > 0:  # v1: distributed: one process writes
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
-        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
-        config["torch"] = torch.__version__
-        replace_text(self.dir / "args.json", json.dumps(config, indent=2))  # v1: checkpoint
+        config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
+        # v1: checkpoint
+        replace_text(self.dir / "args.json", json.dumps(config, indent=2))
+        last_step = rows[-1]["global_step"] if rows else -1
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            drop_lines_after(last_step, self.dir / name)
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(
+            wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                resume="allow",  # v1: checkpoint
+                # v1: checkpoint: a resumed run has the same id, another folder has another
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                resume="allow",
             )
+            self.wandb = wandb
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
@@ -1135,96 +1165,97 @@ class Run:
     def log_samples(self, global_step: int, samples: list[dict]):
         if rank() > 0:  # v1: distributed
             return
-        rows = [{"global_step": global_step} | sample for sample in samples]
         with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for row in rows:
+            for sample in samples:
+                row = {"global_step": global_step} | sample
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
         if self.wandb:
-            import wandb
-
-            table = wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
+            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
             self.wandb.log({"samples": table}, step=global_step)
 
     def finish(self):
-        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        """Write summary.json and curves.png, and print the result."""
         if rank() > 0:  # v1: distributed
             return
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        summary = json.dumps(self.rows[-1], indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        logged = set().union(*self.rows)
-        panels = {}
-        for ylabel, names in PANELS.items():
-            if logged & set(names):
-                panels[ylabel] = [name for name in names if name in logged]
-        figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
-        axes = figure.subplots(1, len(panels))
-        for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
+        figure = Figure(figsize=(4 * len(PANELS), 3.2), layout="constrained")
+        axes = figure.subplots(1, len(PANELS))
+        for axis, (ylabel, names) in zip(axes, PANELS.items(), strict=True):
             axis.set(xlabel="responses generated", ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
-                rows = [row for row in self.rows if row.get(name) is not None]
-                steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            for name in names:
+                plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
-        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}" if scores else "unknown"
         last_row = self.rows[-1]
+        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
+        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+def plot_metric(axis, rows: list[dict], name: str):
+    """Draw a metric as dots, and the mean of its last five values as a curve."""
+    rows = [row for row in rows if row.get(name) is not None]
+    steps = [row["global_step"] for row in rows]
+    values = [row[name] for row in rows]
+    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    if name.startswith("eval/"):  # not smoothed, because evaluations are few
+        curve = values
+    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
+    axis.plot(steps, curve, color=dots.get_color(), label=name)
+
+
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 
 # v1: checkpoint
 @dataclass
 class ResumeArgs:
+    """The options that are read first: they decide where the defaults of the others come from."""
+
     run_dir: str | None = None
     resume: bool = False
 
 
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
-    sft_steps chat_template max_prompt_length lora_rank weights_dtype""".split()
+    sft_steps chat_template max_prompt_length lora_rank weights_dtype kl_coef""".split()
 
 
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "") / "args.json"
-    if not typed.resume or not path.exists():
+    folder = Path(typed.run_dir or "")
+    if not (typed.resume and typed.run_dir and holds_own_run(folder)):
         return tyro.cli(Args, description=__doc__)
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
-    for field in fields(Args):
-        setattr(saved_args, field.name, saved.get(field.name, field.default))
-    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
+    vars(saved).update(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
-        old_value = getattr(saved_args, name)
+        old_value = getattr(saved, name)
         if name == "resume" or value == old_value:
             continue
         if name in FIXED_OPTIONS:
@@ -1239,33 +1270,20 @@ def parse_args() -> Args:
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def save_checkpoint(run, policy, optimizer, state: dict, args):
+def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        # v1: lora: the frozen weights are those of the model that the run starts from
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
-        saved["kl_coef_option"] = args.kl_coef
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def is_resumable(args) -> bool:
-    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
-    folder = Path(args.run_dir)
-    path = folder / "args.json"
-    if not args.resume:
-        return False
-    if not path.exists():  # a kill may have come before it was written
-        return not (folder / "metrics.jsonl").exists()
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("script") == Path(__file__).stem
-
-
-def load_checkpoint(run, policy, optimizer, args) -> dict:
-    """Restore weights, optimizer and logged rows.  -> state of the loop"""
-    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+def load_checkpoint(policy, optimizer, args) -> dict:
+    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
+    path = Path(args.run_dir) / "checkpoint.pt"
+    saved = torch.load(path, map_location="cpu", weights_only=True)
     # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
         policy,
@@ -1274,27 +1292,39 @@ def load_checkpoint(run, policy, optimizer, args) -> dict:
         optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    run.rows = saved["rows"]
-    run.start_time -= run.rows[-1]["time"]
-    if rank() == 0:
-        lines = [json.dumps(row) + "\n" for row in run.rows]
-        replace_text(run.dir / "metrics.jsonl", "".join(lines))
-    drop_lines_after(run.rows[-1]["global_step"], run.dir / "samples.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
-    if args.kl_coef != saved["kl_coef_option"]:
-        saved["state"]["kl_coef"] = args.kl_coef  # a new value was typed with --resume
-    return saved["state"]
+    return saved
+
+
+def has_checkpoint(args) -> bool:
+    return (Path(args.run_dir) / "checkpoint.pt").exists()
+
+
+def is_resumable(args) -> bool:
+    """With --resume, the folder may hold a run of this script, or nothing yet."""
+    folder = Path(args.run_dir)
+    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
+    return args.resume and (is_empty or holds_own_run(folder))
+
+
+def holds_own_run(folder: Path) -> bool:
+    path = folder / "args.json"
+    if not path.exists():
+        return False
+    options = json.loads(path.read_text(encoding="utf-8"))
+    return options.get("script") == Path(__file__).stem
 
 
 def drop_lines_after(global_step: int, path: Path):
-    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
-    if rank() == 0 and path.exists():
-        kept = []
-        for line in open(path, encoding="utf-8"):
-            is_whole = line.endswith("\n")  # a kill may have left half a line
-            if is_whole and json.loads(line)["global_step"] <= global_step:
-                kept.append(line)
-        replace_text(path, "".join(kept))
+    """Drop what a killed run wrote after its checkpoint: it will be written again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in open(path, encoding="utf-8"):
+        is_whole = line.endswith("\n")  # a kill may have left half a line
+        if is_whole and json.loads(line)["global_step"] <= global_step:
+            kept.append(line)
+    replace_text(path, "".join(kept))
 
 
 def replace_text(path: Path, text: str):
@@ -1305,22 +1335,30 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder. It is complete before it replaces the old one."""
+    """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
-    if rank() == 0:
-        lm = policy.lm
-        lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        if hasattr(lm, "peft_config"):  # v1: lora
-            lm, lm_state = merge_adapters(lm)
-        new_folder = folder.with_name(folder.name + ".tmp")
-        lm.save_pretrained(new_folder, state_dict=lm_state)
-        tokenizer.save_pretrained(new_folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new_folder, folder)
+    if rank() > 0:
+        return
+    lm = policy.lm
+    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+    if hasattr(lm, "peft_config"):  # v1: lora
+        lm, lm_state = merge_adapters(lm)
+    new_folder = folder.with_name(folder.name + ".tmp")
+    old_folder = folder.with_name(folder.name + ".old")
+    lm.save_pretrained(new_folder, state_dict=lm_state)
+    tokenizer.save_pretrained(new_folder)
+    shutil.rmtree(old_folder, ignore_errors=True)
+    if folder.exists():  # a folder that is not empty cannot be replaced
+        os.replace(folder, old_folder)
+    os.replace(new_folder, folder)
+    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
-    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+
+    After the first signal the previous handlers are back, so a second one ends the run at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -1332,6 +1370,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
@@ -1342,17 +1382,13 @@ class Signals:
 
 # --- distributed ---
 # v1: distributed
-def num_processes() -> int:
-    """The number of processes of torchrun, also before they are connected."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
+# torchrun tells each process its number and how many there are.
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def my_share(rows):
@@ -1361,15 +1397,12 @@ def my_share(rows):
 
 
 def init_distributed(device):
-    """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
-    if "WORLD_SIZE" not in os.environ:
+    """Join the other processes of torchrun, if there are any. Returns the device of this one."""
+    if world_size() == 1:
         return device
     if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
         if device.type != "cpu":
             print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
@@ -1388,7 +1421,7 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass.
+    """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
 
     With reshard_after_forward=True every forward pass would gather them, and every rank would have
     to make the same number of passes. But ranks sample different numbers of tokens.

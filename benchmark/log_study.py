@@ -65,7 +65,7 @@ def supervised(path, seed, rate, steps):
         policy = ppo_v2.PolicyWithValue(lm, eos_ids, args.temperature)
         with Silent():
             ppo_v2.warm_start(lm, pairs, tokenizer, args)
-        logged = ppo_v2.read_rollouts(path, policy, tokenizer, args)
+        logged = ppo_v2.read_rollouts(path, policy, args)
         right = (logged["scores"] > 0).nonzero().flatten().tolist()
         optimizer = torch.optim.AdamW(lm.parameters(), rate, eps=1e-5, weight_decay=0.0, fused=True)
         rng = random.Random(seed)

@@ -17,6 +17,7 @@ OWN_TEXT = {
     "logprobs_and_values_in_parts": {"ppo": "no micro-batches"},
     "Run": {
         "ppo": "one process, no resume",
+        "ppo_v2": "rollouts.jsonl, panels of the lag and the buffer",
         "het_grpo": "episodes, and success as the score",
         "sac_hybrid wsrl_warmup": "no samples; main names the curves",
     },
@@ -37,7 +38,8 @@ OWN_TEXT = {
     "save_checkpoint": {"het_grpo": "no KL coefficient"},
     "load_checkpoint": {"het_grpo": "no KL coefficient, episodes.jsonl"},
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},
-    "update": {"ppo": "no micro-batches", "ppo_v2": "fresh and drawn rollouts in every minibatch"},
+    "update": {"ppo": "no micro-batches", "ppo_v2": "advantages are normalized before the mix"},
+    "minibatch_rows": {"ppo_v2": "fresh and drawn rollouts in every minibatch"},
 }
 DIFFERS = ("Args", "main")  # the algorithm
 

@@ -1,5 +1,7 @@
 """Language-model plumbing on real Hugging Face architectures: padding, positions, EOS, sampling, which models work."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -92,9 +94,7 @@ def test_a_model_whose_cached_steps_are_not_its_forward_pass_is_refused(tmp_path
         return logits, values, cache
 
     monkeypatch.setattr(ppo.PolicyWithValue, "forward", forward)
-    with pytest.raises(
-        SystemExit, match="log-probs differ between sampling with a cache and training"
-    ):
+    with pytest.raises(SystemExit, match=r"sampling and training differ by \d.\d\d nats"):
         run(ppo, tmp_path / "run")
 
 
@@ -165,6 +165,18 @@ def test_mask_ends_with_the_first_eos_whichever_it_is():
         assert length == 6 or row[length - 1] in eos
         ended += row[length - 1] in eos
     assert 0 < ended < 64
+
+
+def test_a_generation_config_that_cannot_be_saved_is_refused_before_training(tmp_path):
+    """Saving the trained model would end in this error."""
+    lm = make_lm("llama")
+    for part in (lm, ppo.make_tiny_tokenizer()):
+        part.save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    config = json.loads(path.read_text()) | dict(do_sample=False, temperature=0.6)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        ppo.load_lm(ppo.Args(model_name=str(tmp_path)))
 
 
 def test_every_eos_id_of_a_model_is_known(tmp_path):

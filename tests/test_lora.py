@@ -59,7 +59,7 @@ def test_adapters_and_value_head_are_trained_and_nothing_else(tmp_path, monkeypa
     assert trained == 2 * (attention + mlp) + 65
 
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert len(saved["policy"]) == 28 + 2 + 1, "adapters, value head, eos_ids: not the base"
+    assert len(saved["policy"]) == 28 + 2, "adapters and value head: not the base"
     assert len(saved["optimizer"]["state"]) == 28 + 2
 
 
@@ -131,6 +131,9 @@ def test_saved_models_are_merged_and_load_as_ordinary_folders(kind, options, tmp
     )
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     assert lm.dtype == torch.float32
+    trained_head = policy.lm.get_base_model().get_output_embeddings().weight
+    assert torch.equal(lm.get_output_embeddings().weight, trained_head), "also if it was tied"
+    assert lm.config.tie_word_embeddings == (kind == "gpt2" and options.get("bf16") is None)
     found = lm(ids).logits
     error = (found - expected).abs().max()
     assert error < (1e-4 if options is LORA or not options.get("bf16") else 0.1)
@@ -180,7 +183,6 @@ def test_a_checkpoint_of_a_model_with_tied_weights_holds_no_frozen_weight(tmp_pa
     run(ppo_v1, tmp_path / "run", **LORA | options)
     names = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["policy"].keys()
     assert {name for name in names if "lora" not in name} == {
-        "eos_ids",
         "value_head.weight",
         "value_head.bias",
     }

@@ -217,6 +217,7 @@ class Evil:
 def test_a_checkpoint_cannot_run_code(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
+    Path("run/args.json").write_text(json.dumps(dict(script=name)), encoding="utf-8")
     for file in ("checkpoint.pt", "latest.pth"):
         torch.save({"args": Evil()}, f"run/{file}")
     script, options = (

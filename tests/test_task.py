@@ -1,6 +1,7 @@
 """Tasks, held-out prompts, and where scores come from."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -95,6 +96,8 @@ def test_every_prompt_comes_once_per_pass_in_a_new_order(tmp_path, monkeypatch):
     [
         '{"prompt": "b"',
         '{"prompt": "b", "reply": 1}',
+        '{"prompt": "b", "answer": null}',
+        '{"prompt": [{"role": "user", "content": "b"}], "answer": 1}',
         "[1, 2]",
         "7",
         "\udcff",
@@ -104,7 +107,8 @@ def test_jsonl_errors_name_the_line(bad, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a", "answer": 1}\n\n' + bad, errors="surrogateescape")
     with pytest.raises(
-        SystemExit, match=r"data.jsonl, line 3: must be a JSON object with a prompt and an answer$"
+        SystemExit,
+        match=r"data.jsonl, line 3: must be a JSON object with the texts prompt and answer$",
     ):
         run(ppo, tmp_path / "run", task=f"jsonl:{path}")
     assert not (tmp_path / "run").exists()
@@ -115,7 +119,7 @@ def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
     assert ppo_v1.drop_long_prompts(pairs, TOKENIZER, ppo_v1.Args()) == pairs
     short = ppo_v1.drop_long_prompts(pairs, TOKENIZER, ppo_v1.Args(max_prompt_length=3))
     assert short == pairs[:3] and "left out 1 prompts" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--max-prompt-length 3: every prompt is longer"):
+    with pytest.raises(SystemExit, match="no prompt is left for training, or none for"):
         ppo_v1.drop_long_prompts(pairs[3:], TOKENIZER, ppo_v1.Args(max_prompt_length=3))
     path = write(tmp_path, {"prompt": "x", "answer": 1})
     with pytest.raises(SystemExit, match="at least two different prompts are needed"):
@@ -130,6 +134,8 @@ def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
         ("", "5", 0), ("0.50", ".5", 1), (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", 0),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\frac{1}{2}}", "2", 0), ("10^{3}", "3", 0),
         ("7 + 12 = 19", "19", 1), ("**72**", "72", 1), ("$72.50", "72.5", 1), (".50", "0.5", 1),
+        ("2 gives 10^{3}", "2", 0), ("Answer:72", "72", 1), (r"\boxed{10,\!000}", "10000", 1),
+        (r"72\text{ cm}", "72", 1),
     ],
 )  # fmt: skip
 def test_verify(response, answer, score):
@@ -194,6 +200,23 @@ def test_a_reward_function_that_is_not_there_is_named_before_the_model_is_loaded
         run(ppo, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
     with pytest.raises(ValueError, match="--reward-fn absent.py:mine: must be file.py:function"):
         ppo.Args(reward_fn="absent.py:mine")
+
+
+def test_a_reward_function_may_import_files_of_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "my_helper.py").write_text("POINTS = 0.5\n")
+    lines = (
+        "import my_helper\ndef mine(prompts, *_):\n    return [my_helper.POINTS] * len(prompts)\n"
+    )
+    (tmp_path / "reward.py").write_text(lines)
+    _, _, scorer = ppo.make_task(ppo.Args(reward_fn=f"{tmp_path / 'reward.py'}:mine"))
+    assert scorer(["a", "b"], ["", ""], ["", ""]) == [0.5, 0.5]
+
+
+def test_a_run_whose_responses_are_cut_off_says_so(tmp_path, capsys):
+    """The default length is that of the built-in task."""
+    run(ppo, tmp_path / "run", batch_size=32, sft_steps=0, max_response_length=1)
+    assert capsys.readouterr().out.count("nearly all responses are cut off") == 1
 
 
 def test_a_chat_template_wraps_the_prompt():

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 import torch
 import transformers
+import wandb
 from conftest import (
     REPLAY,
     ROOT,
@@ -85,6 +86,24 @@ def test_target_kl_stops_the_epochs(tmp_path, monkeypatch):
     assert free == 16 and len(calls) - free in (2, 4), "whole epochs, few of them"
 
 
+def test_a_kl_limit_never_ends_an_update_before_its_first_step(tmp_path, monkeypatch):
+    """In bfloat16 the log-probs of training and sampling differ, so approx_kl is not 0 before it."""
+    monkeypatch.setattr(ppo_v1, "k3_kl", lambda logp, logq: torch.ones_like(logp))
+    run(ppo_v1, tmp_path / "run", num_iterations=1, target_kl=1e-4, learning_rate=1e-2)
+    run(ppo_v1, tmp_path / "still", num_iterations=1, learning_rate=1e-30)
+    assert not same(weights(tmp_path / "run"), weights(tmp_path / "still"))
+
+
+def test_a_reward_function_that_draws_random_numbers_does_not_shift_those_of_training(tmp_path):
+    """If it drew more on one rank than on another, the ranks would train on different minibatches."""
+    lines = "import torch\ndef mine(prompts, responses, answers):\n    torch.rand({})\n"
+    lines += "    return [float(len(response)) for response in responses]\n"
+    for size in (0, 5):
+        (tmp_path / "reward.py").write_text(lines.format(size))
+        run(ppo_v1, tmp_path / str(size), reward_fn=f"{tmp_path / 'reward.py'}:mine")
+    assert_same_run(tmp_path / "0", tmp_path / "5")
+
+
 # --- early stop, best ---
 PATIENT = dict(num_iterations=9, eval_every=1, early_stopping_patience=2, learning_rate=1e-30)
 
@@ -111,7 +130,7 @@ def test_best_and_final_folders_score_what_was_logged(tmp_path):
 
 
 @pytest.mark.parametrize("script", [ppo_v1, ppo_v2, het_grpo], ids=["v1", "v2", "het"])
-def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path):
+def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path, monkeypatch):
     """Weights are written before the tokenizer: the process dies between the two."""
     tokenizer = ppo_v1.make_tiny_tokenizer()
     lm = ppo_v1.make_tiny_lm(tokenizer)
@@ -131,6 +150,22 @@ def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path):
     assert same(weights(tmp_path, "best"), before)
     script.save_model(policy, tokenizer, folder)
     assert not same(weights(tmp_path, "best"), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+    # It dies between the two renamings: both folders are complete, and the next one has its name.
+    replace_folder, seen = os.replace, []
+
+    def dying_replace(source, target):
+        seen.append(source)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        replace_folder(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", dying_replace)
+        script.save_model(policy, tokenizer, folder)
+    assert same(weights(tmp_path, "best.old"), weights(tmp_path, "best.tmp"))
+    script.save_model(policy, tokenizer, folder)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     assert transformers.AutoTokenizer.from_pretrained(folder).eos_token == tokenizer.eos_token
 
@@ -281,7 +316,7 @@ def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(script,
     options = extra | dict(ref_kl_target=0.1, save_every=1, eval_every=9, num_iterations=4)
     saved = []
 
-    def save_checkpoint(run, policy, optimizer, state, args):
+    def save_checkpoint(run, policy, optimizer, state):
         saved.append({name: x.clone() for name, x in policy.state_dict().items()})
 
     with pytest.MonkeyPatch.context() as patch:
@@ -346,11 +381,11 @@ def test_options_can_be_copied_and_a_fork_may_add_its_own(script):
 
 # --- signals ---
 @posix
-def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path):
+def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path, capsys):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signals = ppo_v1.Signals()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.received
+    assert signals.received and "a second signal ends it at once" in capsys.readouterr().out
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     run(ppo_v1, tmp_path / "a", num_iterations=1)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -488,13 +523,46 @@ def test_a_folder_of_another_script_is_never_overwritten(tmp_path):
     assert metrics_without_times(tmp_path / "run") == before
 
 
-def test_a_folder_with_metrics_but_without_options_is_not_emptied(tmp_path):
-    run(ppo_v1, tmp_path / "run", num_iterations=1)
-    (tmp_path / "run" / "args.json").unlink()
-    before = metrics_without_times(tmp_path / "run")
+def test_a_folder_of_other_work_is_not_taken(tmp_path):
+    """It may hold a folder best/, which a run would replace. An empty folder is taken."""
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    (tmp_path / "run" / "best" / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match="already exists; runs are never overwritten"):
         run(ppo_v1, tmp_path / "run", resume=True)
-    assert metrics_without_times(tmp_path / "run") == before
+    assert (tmp_path / "run" / "best" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "args.json.tmp").touch()  # of a run that was killed while it started
+    run(ppo_v1, tmp_path / "empty", resume=True, num_iterations=1)
+    assert len(metrics_without_times(tmp_path / "empty")) == 2
+
+
+def test_the_options_of_another_script_are_no_defaults(tmp_path, monkeypatch):
+    """main() then says that the folder is not overwritten."""
+    run(ppo, tmp_path / "run", num_iterations=1)
+    words = ["ppo_v1.py", "--run-dir", str(tmp_path / "run"), "--resume"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert ppo_v1.parse_args() == ppo_v1.Args(run_dir=words[2], resume=True)
+
+
+def test_a_resume_that_fails_leaves_the_options_of_the_run(tmp_path):
+    run(ppo_v1, tmp_path / "run", num_iterations=1)
+    options = (tmp_path / "run" / "args.json").read_text()
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"")
+    with pytest.raises(EOFError):
+        run(ppo_v1, tmp_path / "run", num_iterations=5, resume=True)
+    assert (tmp_path / "run" / "args.json").read_text() == options
+
+
+@pytest.mark.parametrize("script", [ppo, ppo_v1], ids=["ppo", "v1"])
+def test_tracked_runs_in_folders_of_one_name_are_two_runs(script, tmp_path, monkeypatch):
+    calls = spy(monkeypatch, wandb, "init")
+    for folder in ("a", "b"):
+        run(script, tmp_path / folder / "run", num_iterations=1, track=True)
+    if script is ppo_v1:
+        run(script, tmp_path / "b" / "run", num_iterations=1, track=True, resume=True)
+    ids = [result.id for _, result in calls]
+    assert [result.name for _, result in calls] == ["run"] * len(ids)
+    assert ids[0] != ids[1] == ids[-1]
 
 
 def test_a_kl_limit_that_would_never_act_is_refused():

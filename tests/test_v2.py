@@ -558,6 +558,15 @@ def test_a_line_of_a_log_that_cannot_be_used_is_named(change, logged, tmp_path):
         run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(tmp_path / "log.jsonl"))
 
 
+def test_only_the_lines_that_the_buffer_can_hold_are_read(logged, tmp_path, monkeypatch):
+    passes = spy(monkeypatch, ppo_v2, "join")
+    options = LONG | dict(num_iterations=1, replay_buffer_size=10, min_replay_size=10)
+    run(ppo_v2, tmp_path / "run", **options, replay_from=str(logged))
+    (parts,), rows = passes[0]
+    lines = [json.loads(line) for line in open(logged)]
+    assert len(parts) == 10 and rows["scores"].tolist() == [row["score"] for row in lines[-10:]]
+
+
 def test_a_last_line_that_a_kill_cut_off_is_left_out(logged, tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text(open(logged).read()[:-9])
     run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(tmp_path / "log.jsonl"))
@@ -593,6 +602,7 @@ def test_a_resumed_run_cannot_change_what_its_buffer_began_with(logged, tmp_path
         ("--replay-from", str(logged)),
         ("--temperature", "0.5"),
         ("--kl-coef", "0"),
+        ("--rollout-lag", "2"),
     ):
         monkeypatch.setattr(sys, "argv", [*words, option, value])
         with pytest.raises(SystemExit, match=f"--resume cannot change {option} from"):
@@ -625,20 +635,17 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
     [
         (dict(rollout_lag=1, correction="m2po", gradient_accumulation_steps=2), "whole minibatch"),
         (dict(rollout_lag=1, dual_clip=3.0), "do nothing with a lag"),
-        (dict(rollout_lag=1, clip_coef=0.3), "--clip-coef does nothing with a lag"),
-        (dict(correction_limit=0.1), "--correction-limit does nothing"),
-        (dict(rollout_lag=1, correction="none", correction_limit=0.1), "--correction-limit does"),
-        (dict(rollout_lag=-1), "--rollout-lag must not be negative"),
+        (dict(correction_limit=0.1), "--correction and --correction-limit need a lag"),
+        (dict(rollout_lag=1, correction="none", correction_limit=0.1), "has no --correction-limit"),
+        (dict(rollout_lag=-1), "--rollout_lag must not be negative"),
         (dict(use_replay_buffer=True, replay_sample_size=3, batch_size=8, num_minibatches=4),
          "3 drawn rollouts are too few"),
-        (dict(use_replay_buffer=True, replay_start_size=50, min_replay_size=60), "must rise"),
-        (dict(use_replay_buffer=True, replay_start_size=9000), "must rise"),
-        (dict(use_replay_buffer=True, replay_grow_iteration=9), "needs --replay-start-size"),
+        (dict(use_replay_buffer=True, replay_start_size=9000), "--replay-buffer-size is below"),
+        (dict(use_replay_buffer=True, min_replay_size=9000), "--replay-buffer-size is below"),
+        (dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10), "is never reached"),
         (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
-        (dict(use_replay_buffer=True, adaptive_reuse=True, update_epochs=1),
-         "--adaptive-reuse does nothing with one step"),
-        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be"),
-        (dict(use_replay_buffer=True, max_replay_reuse=0), "--max-replay-reuse must be positive"),
+        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "0 drawn rollouts are too few"),
+        (dict(use_replay_buffer=True, max_replay_reuse=0), "--max_replay_reuse must be positive"),
     ],
 )  # fmt: skip
 def test_options_that_would_do_nothing_are_refused(options, message):
@@ -648,7 +655,7 @@ def test_options_that_would_do_nothing_are_refused(options, message):
 
 def test_an_empty_log_is_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "log.jsonl").touch()
-    with pytest.raises(ValueError, match="log.jsonl is empty"):
+    with pytest.raises(ValueError, match="log.jsonl does not exist, or is empty"):
         ppo_v2.Args(use_replay_buffer=True, replay_from=str(tmp_path / "log.jsonl"))
 
 
@@ -658,10 +665,10 @@ def test_a_run_that_resumes_without_a_checkpoint_needs_its_log(started, tmp_path
     options = dict(use_replay_buffer=True, resume=True, run_dir=str(tmp_path / "run"))
     if started:
         (tmp_path / "run").mkdir()
-    with pytest.raises(ValueError, match="--replay-from: there is no file"):
+    with pytest.raises(ValueError, match="log.jsonl does not exist, or is empty"):
         ppo_v2.Args(replay_from=str(tmp_path / "log.jsonl"), **options)
     (tmp_path / "log.jsonl").touch()
-    with pytest.raises(ValueError, match="log.jsonl is empty"):
+    with pytest.raises(ValueError, match="log.jsonl does not exist, or is empty"):
         ppo_v2.Args(replay_from=str(tmp_path / "log.jsonl"), **options)
 
 
