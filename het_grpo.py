@@ -100,9 +100,10 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections import Counter, defaultdict
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -166,7 +167,7 @@ SelectMode = Literal["argmin", "argmax", "random"]
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
+    seed: int = 1  # seed of training; the evaluation is the same for every seed
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for the built-in model, else accelerator)
     num_threads: int = 1  # CPU threads of torch; the tiny model is fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
@@ -176,7 +177,7 @@ class Args:
     wandb_project_name: str = "stale-experience"  # project name in wandb
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 50  # iterations between checkpoints
-    fsdp: bool = False  # shard gradients and optimizer over the ranks of torchrun (FSDP2)
+    fsdp: bool = False  # shard gradients and optimizer over the processes of torchrun (FSDP2)
     # task
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
@@ -190,16 +191,16 @@ class Args:
     num_tasks: int = 8  # tasks per iteration (B / n)
     group_size: int = 8  # episodes per task (n), replayed ones included
     max_turn_tokens: int = 1  # tokens of one action, including EOS
-    temperature: float = 1.0  # softmax temperature in sampling and log-probs; evaluation is greedy
+    temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
-    learning_rate: float = 1e-3  # highest learning rate; the default schedule is linear to 0
+    learning_rate: float = 1e-3  # highest learning rate; by default it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # bfloat16 matrix products; trained weights, heads and losses stay float32
-    lora_rank: int = 0  # less memory: train adapters of this rank, freeze the model (0: train it)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of what LoRA freezes
+    bf16: bool = False  # multiply matrices in bfloat16; trained weights and losses stay in float32
+    lora_rank: int = 0  # train adapters of this rank beside the frozen model (0: train the model)
+    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # type of the weights LoRA freezes
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
     ent_coef: float = 0.0  # weight of the entropy bonus
@@ -453,12 +454,13 @@ def weaken_stripped_failures(batch: dict):
 
 # --- rollout ---
 def sample_token(logits, uniforms):
-    """The token at which the cumulative distribution passes the uniform number.  -> (B,)
+    """The first token whose cumulative probability is above the uniform number.  -> (B,)
 
     A response depends on its own row of uniform numbers only. With torch.multinomial it would also
     depend on which other rows are still in the batch.
     """
-    cdf = logits.softmax(-1).cumsum(-1)  # (B,V); its last entry is 1 up to rounding
+    cdf = logits.softmax(-1).cumsum(-1)  # (B,V)
+    # Because of rounding the last entry may be below 1, so we scale the uniform number to it.
     return (cdf <= uniforms[:, None] * cdf[:, -1:]).sum(-1)
 
 
@@ -667,8 +669,7 @@ def k3_kl(logp, logq):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip is active.  -> 2 x (B,R)"""
-    assert new_logprobs.shape == logprobs.shape == advantages.shape
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     high = clip_coef_high or clip_coef  # v1: clip
@@ -1137,37 +1138,37 @@ def main(args: Args) -> dict[str, float]:
 
     tasks = list(range(args.num_train_tasks))
     held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
-    has_checkpoint = args.resume and (Path(args.run_dir) / "checkpoint.pt").exists()
+    is_resumed = args.resume and any_rank(has_checkpoint(args), device)
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
     if args.model_name is None:
         # With LoRA a checkpoint has the adapters only. The base model practises again, from the
         # same seed.
-        if args.lora_rank or not has_checkpoint:
+        if args.lora_rank or not is_resumed:
             practise(player)
     optimizer = prepare_training(policy, args, device)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
 
-    run = Run(args)
     state = dict(iteration=0, global_step=0)
     memories = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
-    if has_checkpoint:
-        state = load_checkpoint(run, policy, optimizer)
+    rows = []  # what has been logged
+    if is_resumed:
+        saved = load_checkpoint(policy, optimizer, args)
+        state = saved["state"]
+        rows = saved["rows"]
         for name, memory in memories.items():
             memory.load_state_dict(state[name])
-        metrics = run.rows[-1]
-        episodes = []
+    run = Run(args, rows)
+    if rows:
+        metrics, episodes = rows[-1], []
     else:
         if args.uses_pool and args.init_exp_before_training:
             played = play_first_tasks(player, tasks)
             pool.fill_pool(played, step=-1)
             state["global_step"] = len(played)
         metrics, episodes = validate(player, held_out, iteration=0)
-        # A run that was killed before its first checkpoint may have left lines.
-        drop_lines_after(-1, run.dir / "metrics.jsonl")
-        drop_lines_after(-1, run.dir / "episodes.jsonl")
         run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
         run.log_episodes(state["global_step"], episodes)
     signals = Signals()
@@ -1553,12 +1554,12 @@ def practise(player: Player):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -1669,7 +1670,7 @@ def transformer_layers(model):
 
 
 def use_bf16(policy):
-    """Matrix products in bfloat16, except in the LM head: rounded logits are wrong log-probs."""
+    """Multiply matrices in bfloat16, except in the LM head: rounding logits changes log-probs."""
     device_type = policy.eos_ids.device.type
     policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
     head = policy.lm.get_output_embeddings()
@@ -1678,46 +1679,42 @@ def use_bf16(policy):
 
 
 def add_adapters(policy, args):
-    """LoRA (arXiv:2106.09685): beside each linear layer W of the frozen model train B A, of low rank.
-
-    The LM head is frozen, too.
-    """
+    """LoRA (arXiv:2106.09685): freeze the model; beside each matrix, train a product of low rank."""
     from peft import LoraConfig, get_peft_model
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
-        # copied before the rounding, because it may share its weights with the embedding
+        # The LM head stays in float32. In many models it shares its weights with the embedding.
         float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
         lm.set_output_embeddings(float32_head)
+        lm.config.tie_word_embeddings = False
     config = LoraConfig(
         r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules="all-linear"
     )
-    policy.lm = get_peft_model(lm, config)  # adapters are float32; B is 0 at first
+    policy.lm = get_peft_model(lm, config)  # float32 adapters, which add 0 at first
     policy.eval()
 
 
 def trained_weights(policy) -> dict:
-    """The state of the policy without the weights that LoRA freezes."""
-    state = {}
-    for name, tensor in policy.state_dict(keep_vars=True).items():
-        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        if not is_frozen:
-            state[name] = tensor.detach()
-    return state
+    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+    state = policy.state_dict(keep_vars=True)
+    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
 
 
 def merge_adapters(lm):
-    """Add the adapters to the frozen weights, in float32.  -> an ordinary model, its weights"""
+    """Returns the structure of an ordinary model, and its weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {name: tensor.cpu().float() for name, tensor in lm.state_dict().items()}
-    for name, module in lm.named_modules():
-        if hasattr(module, "get_delta_weight"):
-            weight = f"{name}.base_layer.weight"
-            state[weight] = state[weight] + module.get_delta_weight("default").cpu()
-    state = {name.replace(".base_layer", ""): x for name, x in state.items() if "lora_" not in name}
-    with torch.device("meta"):  # only the structure
+    state = {}
+    for name, weight in lm.state_dict().items():
+        weight = weight.cpu().float()
+        if name.endswith(".base_layer.weight"):
+            adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
+            weight = weight + adapted_layer.get_delta_weight("default").cpu()
+        if "lora_" not in name:
+            state[name.replace(".base_layer", "")] = weight
+    with torch.device("meta"):
         merged = type(lm)(lm.config)
     merged.generation_config = lm.generation_config
     return merged, state
@@ -1748,7 +1745,7 @@ def print_episodes(trajectories: list[Trajectory]):
         print(episode_of(t)["text"])
 
 
-PANELS = {  # of curves.png: label of the y-axis, metrics
+PANELS = {  # the panels of curves.png: label of the y-axis, metrics
     "held-out success (share)": ["eval/success_unguided", "eval/success_guided"],
     "training success (share)": ["success/unguided", "success/guided"],
     "entropy (nats per token)": ["losses/entropy"],
@@ -1758,29 +1755,35 @@ PANELS = {  # of curves.png: label of the y-axis, metrics
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args):
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+    def __init__(self, args, rows: list[dict]):
+        script = Path(__file__).stem
+        name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = []
-        self.start_time = time.time()
+        self.rows = rows  # what a resumed run has logged
+        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
         self.wandb = None
         if rank() > 0:  # one process writes
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
-        config = asdict(args) | dict(script=Path(__file__).stem, argv=sys.argv)
-        config["torch"] = torch.__version__
+        config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
+        last_step = rows[-1]["global_step"] if rows else -1
+        for name in ("metrics.jsonl", "episodes.jsonl"):
+            drop_lines_after(last_step, self.dir / name)
         if args.track:
             import wandb
 
-            self.wandb = wandb.init(
+            wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
+                # a resumed run has the same id, another folder has another
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
                 resume="allow",
             )
+            self.wandb = wandb
 
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
@@ -1803,12 +1806,11 @@ class Run:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def finish(self):
-        """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
+        """Write summary.json and curves.png, and print the result."""
         if rank() > 0:
             return
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        summary = json.dumps(self.rows[-1], indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
@@ -1816,40 +1818,49 @@ class Run:
         axes = figure.subplots(1, len(PANELS))
         for axis, (ylabel, names) in zip(axes, PANELS.items(), strict=True):
             axis.set(xlabel="episodes played", ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
-                rows = [row for row in self.rows if row.get(name) is not None]
-                steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+            for name in names:
+                plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
+        last_row = self.rows[-1]
         rates = [row["eval/success_rate"] for row in self.rows if "eval/success_rate" in row]
         change = f"{rates[0]:.2f} -> {rates[-1]:.2f}"
-        last_row = self.rows[-1]
         print(f"success {change}, {last_row['global_step']} episodes, {last_row['time']:.0f} s")
         print(f"curves.png and episodes.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+def plot_metric(axis, rows: list[dict], name: str):
+    """Draw a metric as dots, and the mean of its last five values as a curve."""
+    rows = [row for row in rows if row.get(name) is not None]
+    steps = [row["global_step"] for row in rows]
+    values = [row[name] for row in rows]
+    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+    if name.startswith("eval/"):  # not smoothed, because evaluations are few
+        curve = values
+    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
+    axis.plot(steps, curve, color=dots.get_color(), label=name)
+
+
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 
@@ -1967,6 +1978,8 @@ def check_options(args):
 
 @dataclass
 class ResumeArgs:
+    """The options that are read first: they decide where the defaults of the others come from."""
+
     run_dir: str | None = None
     resume: bool = False
 
@@ -1979,16 +1992,14 @@ FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens 
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "") / "args.json"
-    if not typed.resume or not path.exists():
+    folder = Path(typed.run_dir or "")
+    if not (typed.resume and typed.run_dir and holds_own_run(folder)):
         return tyro.cli(Args, description=__doc__)
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    saved_args = object.__new__(Args)  # not checked, because a typed option may correct it
-    for field in fields(Args):
-        setattr(saved_args, field.name, saved.get(field.name, field.default))
-    args = tyro.cli(Args, description=__doc__, default=saved_args)
+    saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
+    vars(saved).update(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
-        old_value = getattr(saved_args, name)
+        old_value = getattr(saved, name)
         if name == "resume" or value == old_value:
             continue
         if name in FIXED_OPTIONS:
@@ -2005,30 +2016,36 @@ def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        # v1: lora: the frozen weights are those of the model that the run starts from
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}
+        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
+def has_checkpoint(args) -> bool:
+    return (Path(args.run_dir) / "checkpoint.pt").exists()
+
+
 def is_resumable(args) -> bool:
-    """Whether the folder holds a run of this script. Without a checkpoint it starts again."""
+    """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
+    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
+    return args.resume and (is_empty or holds_own_run(folder))
+
+
+def holds_own_run(folder: Path) -> bool:
     path = folder / "args.json"
-    if not args.resume:
+    if not path.exists():
         return False
-    if not path.exists():  # a kill may have come before it was written
-        return not (folder / "metrics.jsonl").exists()
-    saved = json.loads(path.read_text(encoding="utf-8"))
-    return saved.get("script") == Path(__file__).stem
+    options = json.loads(path.read_text(encoding="utf-8"))
+    return options.get("script") == Path(__file__).stem
 
 
-def load_checkpoint(run, policy, optimizer) -> dict:
-    """Restore weights, optimizer and logged rows.  -> state of the loop"""
-    saved = torch.load(run.dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    # With LoRA the frozen weights are not in the file. set_state_dict then fills in those that the
-    # policy has, so nothing is missing for the strict load.
+def load_checkpoint(policy, optimizer, args) -> dict:
+    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
+    path = Path(args.run_dir) / "checkpoint.pt"
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
         policy,
         optimizer,
@@ -2036,14 +2053,8 @@ def load_checkpoint(run, policy, optimizer) -> dict:
         optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    run.rows = saved["rows"]
-    run.start_time -= run.rows[-1]["time"]
-    if rank() == 0:
-        lines = [json.dumps(row) + "\n" for row in run.rows]
-        replace_text(run.dir / "metrics.jsonl", "".join(lines))
-    drop_lines_after(run.rows[-1]["global_step"], run.dir / "episodes.jsonl")
     print(f"resuming after iteration {saved['state']['iteration']}")
-    return saved["state"]
+    return saved
 
 
 def replace_text(path: Path, text: str):
@@ -2054,33 +2065,42 @@ def replace_text(path: Path, text: str):
 
 
 def drop_lines_after(global_step: int, path: Path):
-    """Drop what an interrupted run wrote after its checkpoint: it will be written again."""
-    if rank() == 0 and path.exists():
-        kept = []
-        for line in open(path, encoding="utf-8"):
-            is_whole = line.endswith("\n")  # a kill may have left half a line
-            if is_whole and json.loads(line)["global_step"] <= global_step:
-                kept.append(line)
-        replace_text(path, "".join(kept))
+    """Drop what a killed run wrote after its checkpoint: it will be written again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in open(path, encoding="utf-8"):
+        is_whole = line.endswith("\n")  # a kill may have left half a line
+        if is_whole and json.loads(line)["global_step"] <= global_step:
+            kept.append(line)
+    replace_text(path, "".join(kept))
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """An ordinary Hugging Face folder. It is complete before it replaces the old one."""
+    """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
     state = dcp.get_model_state_dict(policy, options=WHOLE)
-    if rank() == 0:
-        lm = policy.lm
-        lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-        if hasattr(lm, "peft_config"):  # v1: lora
-            lm, lm_state = merge_adapters(lm)
-        new_folder = folder.with_name(folder.name + ".tmp")
-        lm.save_pretrained(new_folder, state_dict=lm_state)
-        tokenizer.save_pretrained(new_folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new_folder, folder)
+    if rank() > 0:
+        return
+    lm = policy.lm
+    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
+    if hasattr(lm, "peft_config"):  # v1: lora
+        lm, lm_state = merge_adapters(lm)
+    new_folder = folder.with_name(folder.name + ".tmp")
+    old_folder = folder.with_name(folder.name + ".old")
+    lm.save_pretrained(new_folder, state_dict=lm_state)
+    tokenizer.save_pretrained(new_folder)
+    shutil.rmtree(old_folder, ignore_errors=True)
+    if folder.exists():  # a folder that is not empty cannot be replaced
+        os.replace(folder, old_folder)
+    os.replace(new_folder, folder)
+    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
-    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+
+    After the first signal the previous handlers are back, so a second one ends the run at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -2092,6 +2112,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
@@ -2102,23 +2124,20 @@ class Signals:
 
 # --- distributed ---
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def init_distributed(device):
-    """Join the other processes of torchrun, if there are any.  -> the device of this rank"""
-    if "WORLD_SIZE" not in os.environ:
+    """Join the other processes of torchrun, if there are any. Returns the device of this one."""
+    if world_size() == 1:
         return device
     if device.type == "cuda":
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            sys.exit(f"torchrun: more processes than the {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
         if device.type != "cpu":
             print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
@@ -2137,7 +2156,7 @@ def broadcast_weights(policy):
 
 
 def shard(policy, device):
-    """FSDP2. Weights stay unsharded until the backward pass.
+    """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
 
     With reshard_after_forward=True every forward pass would gather them, and every rank would have
     to make the same number of passes. But ranks sample different numbers of tokens.
