@@ -76,7 +76,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
@@ -267,8 +266,8 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x):
-        x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
+        x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in), the others (E,N,in)
+        if self.weight.shape[-1] == 1:  # the last layer: faster than baddbmm with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
@@ -383,15 +382,16 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     for optimizer in optimizers:
         optimizer.zero_grad()
         parameters += optimizer.param_groups[0]["params"]
-    loss.backward(inputs=parameters)  # the actor's loss leaves no gradient in the critics
+    # No other parameter gets a gradient: the loss of the actor leaves none in the critics.
+    loss.backward(inputs=parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    is_bad = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_bad.device.type == "mps" and is_bad:  # fused Adam ignores found_inf on this device
-        return is_bad
+    is_skipped = (~nn.utils.get_total_norm(grads).isfinite()).float()
+    if is_skipped.device.type == "mps" and is_skipped:  # on this device Adam ignores found_inf
+        return is_skipped
     for optimizer in optimizers:
-        optimizer.found_inf = is_bad  # 1 makes fused Adam skip the step, as GradScaler does
+        optimizer.found_inf = is_skipped  # if it is 1, fused Adam skips the step on the device
         optimizer.step()
-    return is_bad
+    return is_skipped
 
 
 class SACHybridAgent(nn.Module):
@@ -1095,7 +1095,7 @@ def main(args: Args) -> dict[str, float]:
         # 5 save; what --resume needs is saved between two episodes
         if progress.global_step % args.save_every == 0:
             name = f"checkpoint_{progress.global_step}.pth"
-            write_checkpoint(save_dir / name, **agent.checkpoint())
+            write_checkpoint(save_dir / name, agent.checkpoint())
             is_save_due = True
         if is_last or (episode_ended and (is_save_due or signals.received)):
             save_run(run, agent, progress, record_file)
@@ -1186,7 +1186,7 @@ def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
     """Save the best policy, test it on new episodes, and draw the pictures."""
     if progress.best_agent is not None:
         agent.restore(progress.best_agent)
-    write_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
+    write_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
     report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
     if report:
         run.log({"global_step": progress.global_step} | report)
@@ -1513,15 +1513,21 @@ class DemoUnpickler(pickle.Unpickler):
         "_codecs.encode",
         "collections.OrderedDict",
     )
-    DTYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
+    DTYPES = "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        if name == "dtype":  # a constant of numpy, because a file could give a new one false flags
-            return lambda code, *_: self.DTYPES[code]
+        if name == "dtype":
+            return self.find_dtype
         return super().find_class(module, name)
+
+    def find_dtype(self, code, *flags):
+        """A constant of numpy. A new dtype would take the flags of the file, which may be wrong."""
+        if code not in self.DTYPES:
+            raise pickle.UnpicklingError(f"it has an array of dtype {code}: not supported")
+        return np.dtype(code)
 
 
 def read_transitions(path) -> list[dict]:
@@ -1531,13 +1537,9 @@ def read_transitions(path) -> list[dict]:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
-    for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # numpy's mark of big-endian numbers
-            raise ValueError(
-                'it has the string ">", which marks big-endian numbers: they are not supported'
-            )
-        if opcode.name == "LONG_BINPUT" and argument > len(data):
-            raise ValueError("it asks for more memory than it has bytes")
+    for _, argument, _ in pickletools.genops(data):
+        if argument == ">":  # the mark of numpy for big-endian numbers
+            raise ValueError("it has the string '>': big-endian numbers are not supported")
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
@@ -1683,18 +1685,21 @@ def pick_device(name: str, built_in: bool) -> torch.device:
 class Run:
     """The folder of a run: options, metrics, and at the end a summary and curves."""
 
-    def __init__(self, args):
+    def __init__(self, args, rows=()):
+        """`rows` are the metrics that a resumed run logged before."""
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = []
-        self.start_time = time.time()
-        self.wandb = None
         self.dir.mkdir(parents=True, exist_ok=args.resume)
+        self.rows = list(rows)
+        self.start_time = time.time()
+        if self.rows:
+            self.start_time -= self.rows[-1]["time"]
+        lines = [json.dumps(row) + "\n" for row in self.rows]
+        (self.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        if not (self.dir / "latest.pth").exists():  # else load_run rewrites it, once that was read
-            (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        self.wandb = None
         if args.track:
             import wandb
 
@@ -1726,14 +1731,10 @@ class Run:
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
             axis = figure.add_subplot(1, len(panels), i, xlabel=xlabel, ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
+            for name in names:
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+                axis.plot(steps, [row[name] for row in rows], ".-", label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
@@ -1820,7 +1821,7 @@ def replace_text(path: Path, text: str):
     os.replace(temporary, path)
 
 
-def write_checkpoint(path: Path, **state):
+def write_checkpoint(path: Path, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
@@ -1834,8 +1835,7 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        run = Run(args)
-        return run, load_run(run, agent)
+        return load_run(args, agent)
     # A data file that cannot be used ends the run here, before it has a folder.
     failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
@@ -1851,26 +1851,21 @@ def save_run(run, agent, progress, record_file):
     """Write what --resume needs: latest.pth and the end of records.bin."""
     record_file.flush()
     progress.num_bytes = record_file.tell()
-    write_checkpoint(
-        run.dir / "latest.pth", agent=agent.checkpoint(), progress=vars(progress), rows=run.rows
-    )
+    state = dict(agent=agent.checkpoint(), progress=vars(progress), rows=run.rows)
+    write_checkpoint(run.dir / "latest.pth", state)
 
 
-def load_run(run, agent) -> Progress:
+def load_run(args, agent) -> tuple[Run, Progress]:
     """Restore the agent, the logged rows and records.bin, which a kill may have left too long."""
     # The file also has the losses since the last logged line, as tensors on this device.
-    device = agent.raw_alpha.device
-    state = torch.load(run.dir / "latest.pth", map_location=device, weights_only=True)
+    path = Path(args.run_dir, "latest.pth")
+    state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
     agent.restore(state["agent"])
-    run.rows = state["rows"]
-    if run.rows:
-        run.start_time -= run.rows[-1]["time"]
-    lines = [json.dumps(row) + "\n" for row in run.rows]
-    (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    run = Run(args, state["rows"])
     progress = Progress(**state["progress"])
     os.truncate(run.dir / "records.bin", progress.num_bytes)
     print(f"resuming after step {progress.global_step}")
-    return progress
+    return run, progress
 
 
 class Signals:

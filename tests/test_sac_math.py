@@ -400,7 +400,7 @@ def test_load_gives_the_same_agent(tmp_path):
     for _ in range(3):
         agent.update(make_batch())
     path = tmp_path / "final_model.pth"
-    sac_hybrid.write_checkpoint(path, **agent.checkpoint())
+    sac_hybrid.write_checkpoint(path, agent.checkpoint())
     action = agent.act(obs, noise=0.5)
     stats = agent.update(make_batch(seed=4))
     for source in (path, torch.load(path)):  # as in the manual

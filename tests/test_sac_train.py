@@ -707,13 +707,13 @@ def test_resume_of_a_file_without_some_options(tmp_path, monkeypatch):
 
 def test_resumed_losses_are_on_the_device_of_the_agent(tmp_path):
     """The loss of the next update is there, and both are averaged in one tensor."""
-    run = mock.Mock(dir=tmp_path, rows=[])
     losses = [{"losses/critic_loss": torch.tensor(1.0)}]
     state = dict(agent={}, rows=[], progress=dict(losses=losses, num_bytes=3))
     (tmp_path / "records.bin").write_bytes(b"saved, and more that is not")
-    sac_hybrid.write_checkpoint(tmp_path / "latest.pth", **state)
+    sac_hybrid.write_checkpoint(tmp_path / "latest.pth", state)
     agent = mock.Mock(raw_alpha=torch.empty((), device="meta"))  # stands for a GPU
-    progress = sac_hybrid.load_run(run, agent)
+    args = Args(run_dir=str(tmp_path), resume=True)
+    _, progress = sac_hybrid.load_run(args, agent)
     assert progress.losses[0]["losses/critic_loss"].device.type == "meta"
     assert (tmp_path / "records.bin").read_bytes() == b"sav"
 
