@@ -117,7 +117,7 @@ BAR_WORLD = dict(  # defaults for the built-in environment
 )
 GYM_ID = dict(setup_mode="single-arm-fixed-gripper")  # defaults for a Gymnasium id
 # Defaults for --env-id file.py:Class, which may move a real arm
-OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0)
+OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100)
 QUICK_TEST = dict(
     test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
 )

@@ -1015,11 +1015,13 @@ def test_help_shows_the_true_defaults(monkeypatch, capsys):
 
 
 def test_an_environment_from_a_file_is_not_moved_without_a_human(monkeypatch, capsys):
-    """It may be a real arm: no evaluation and no random steps unless they are typed."""
+    """It may be a real arm: no evaluation, no random steps, and few steps of an untrained policy,
+    unless they are typed."""
     for words, expected in (([], (0, 0, 0)), (["--eval-episodes", "3"], (3, 0, 0))):
         monkeypatch.setattr(sys, "argv", ["x", "--env-id", "arm.py:Arm", *words])
         args = parse_args()
         assert (args.eval_episodes, args.report_episodes, args.random_steps) == expected
+        assert args.training_starts == 100
         assert "'eval_episodes': 0" in capsys.readouterr().out
 
 
