@@ -71,6 +71,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -118,10 +119,6 @@ BAR_WORLD = dict(  # defaults for the built-in environment
 GYM_ID = dict(setup_mode="single-arm-fixed-gripper")  # defaults for a Gymnasium id
 # Defaults for --env-id file.py:Class, which may move a real arm
 OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100)
-QUICK_TEST = dict(
-    test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
-)
-MAX_LOSSES = 10_000  # updates that a line of metrics.jsonl averages, at most
 GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a gripper opens or closes
 
 
@@ -145,13 +142,13 @@ class Args:
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     create_data: bool = False  # only write test_data/success_demo.pkl and failure_demo.pkl
-    test: Literal["quick", "full"] | None = None  # train: a few steps, or on the data above
+    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: train on test_data
     # task
     env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
-    image_keys: list[str] = field(default_factory=list)  # observations of the policy (none: all)
+    image_keys: list[str] = field(default_factory=list)  # what the policy observes (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
-    failure_paths: list[str] = field(default_factory=list)  # files of failures, for online_rb
+    failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no --demo-paths
     intervention_steps: int = 0  # steps until the share of episodes with a human has fallen to 0
@@ -202,9 +199,12 @@ class Args:
             raise ValueError("--buffer-size must be at least 2: a transition has two frames")
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
-            raise ValueError("only the built-in environment has a scripted human and test data")
+            raise ValueError(
+                f"--env-id {self.env_id}: --num-demos, --intervention-steps, --human expert,"
+                " --create-data and --test are for the built-in environment only"
+            )
         if self.algorithm == "bc" and not (self.num_demos or self.demo_paths):
-            raise ValueError("--algorithm bc needs --demo-paths or --num-demos")
+            raise ValueError("--algorithm bc needs demonstrations: --demo-paths or --num-demos")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
 
@@ -287,8 +287,9 @@ def embedding(in_dim, out_dim):
 
 
 class ImageEncoder(nn.Module):  # hybrid: images
-    """Convolutions until an image has at most 16 rows, then the positions of 16 features in it
-    (spatial softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
+    """Convolutions halve the image until it has at most 16 rows, and make 16 feature maps of it.
+    The output has the mean position of each map (spatial softmax, arXiv:1504.00702) and an
+    embedding of these positions.  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
 
     def __init__(self, image_shape):
         super().__init__()
@@ -317,7 +318,7 @@ class ImageEncoder(nn.Module):  # hybrid: images
 
 
 class Encoder(nn.Module):  # hybrid: images
-    """The features of all cameras and vectors, concatenated.
+    """The features of all cameras and vectors, side by side.
     (N,H,W,channels) uint8 and (N,n) float32 -> (N,D)"""
 
     def __init__(self, obs_shapes: dict[str, tuple]):
@@ -600,7 +601,7 @@ class SACHybridAgent(nn.Module):
 
 
 # --- buffer ---
-# A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
+# A transition is one numpy record. As bytes it is written to records.bin and sent to rank 0.
 RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode so far
 SCALARS = (
     "rewards",
@@ -751,6 +752,9 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     return batch
 
 
+MAX_LOSSES = 10_000  # updates that a line of metrics.jsonl averages, at most
+
+
 def learn(agent, online_rb, demo_rb, progress):
     """Make one update."""
     args = agent.args
@@ -764,7 +768,7 @@ def learn(agent, online_rb, demo_rb, progress):
     stats["buffer/demo_rows"] = batch["is_demo"].sum()
     stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
     progress.losses.append(stats)
-    # With --utd 0, no line is logged while the robot is paused, but the updates go on.
+    # With --utd 0 the updates go on while the robot is paused, and no line is logged.
     del progress.losses[:-MAX_LOSSES]
 
 
@@ -789,7 +793,7 @@ class Robot:
         obs_shapes = {}
         for key in args.image_keys or sorted(first_obs):
             if key not in first_obs:
-                sys.exit(f"--image-keys {key}: the environment has {sorted(first_obs)}")
+                sys.exit(f"--image-keys {key}: the environment observes {sorted(first_obs)}")
             obs_shapes[key] = to_array(key, first_obs[key]).shape
         space = self.env.action_space
         self.set_spaces(args, obs_shapes, space.low, space.high)
@@ -838,8 +842,8 @@ class Robot:
         self.rewards = []
 
     def step(self, action) -> np.ndarray:
-        """Make one step of the environment.  -> its record, with the action of the human if there
-        was one"""
+        """Make one step of the environment.  -> its record, which has the action of the human if a
+        human acted"""
         # 1 the policy sends its action; "stay" repeats the last command of the gripper
         grippers = self.layout.gripper  # hybrid: grasp
         held = action.copy()
@@ -1020,7 +1024,7 @@ def main(args: Args) -> dict[str, float]:
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
     demo_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
-    # start_run wrote the demonstrations to this file. A resumed run has its transitions there, too.
+    # records.bin has the demonstrations, and after --resume the transitions of the run.
     for record in read_records(run.dir / "records.bin", robots[0].record_dtype):
         store(record, online_rb, demo_rb)
     record_file = open(run.dir / "records.bin", "ab")
@@ -1179,7 +1183,8 @@ def make_env(args: Args):
 
 
 def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
-    """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
+    """Return an image as uint8 (H,W,channels), anything else as a float32 vector. A leading axis of
+    1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
     value = np.atleast_1d(value)
@@ -1205,7 +1210,7 @@ def as_dict(raw) -> dict:
 def select_obs(raw: dict, obs_shapes) -> dict[str, np.ndarray]:
     """The part of an observation that the policy sees"""
     if not raw.keys() >= obs_shapes.keys():
-        raise ValueError(f"found observations {sorted(raw)}: expected {[*obs_shapes]}")
+        raise ValueError(f"the observation has {sorted(raw)}: expected {[*obs_shapes]}")
     return {key: to_array(key, raw[key], shape) for key, shape in obs_shapes.items()}
 
 
@@ -1273,8 +1278,8 @@ class BarWorld(gym.Env):
         return obs
 
     def camera(self, arm):
-        """The view from above: the ends of the bar are a red and a blue dot, the arm is a green
-        one.  -> (H,W,3)"""
+        """The view from above: a red and a blue dot at the ends of the bar, a green dot at the arm.
+        -> (H,W,3)"""
         half = 0.4 * direction(self.bar[arm, 5])
         center = self.bar[arm, :3]
         dots = np.stack([center + half, self.pose[arm, :3], center - half])[:, :2]  # (color,2)
@@ -1332,8 +1337,8 @@ class BarWorld(gym.Env):
         return self.observe(), float(success), bool(success), bool(truncated), info
 
     def human(self):
-        """Go straight to the bar, close, lift. The clumsy human moves at half speed, trembles, and
-        sometimes gives a random command to the gripper."""
+        """Go straight to the bar, close the gripper, lift. The clumsy human moves at half speed,
+        trembles, and sometimes gives a random command to the gripper."""
         target = self.bar.copy()
         target[self.is_held, 2] = 0.8
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
@@ -1352,7 +1357,7 @@ class BarWorld(gym.Env):
 
 # --- task: demonstrations ---
 def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
-    """Successful episodes of the scripted human, or random ones that fail.  -> records"""
+    """Episodes in which the scripted human succeeds, or random actions fail.  -> records"""
     if num_demos == 0:
         return []
     robot = Robot(args)
@@ -1392,9 +1397,14 @@ def write_demos(path, records):
     Path(path).write_bytes(pickle.dumps(transitions))
 
 
+QUICK_TEST = dict(
+    test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
+)
+
+
 def create_data_or_test(args: Args) -> dict[str, float]:
-    """--create-data; --test quick, a short run in a temporary folder; --test full, a run with the
-    data that --create-data makes"""
+    """--test quick trains in a temporary folder. --create-data makes data, --test full trains on
+    it."""
     if args.test == "quick":
         with tempfile.TemporaryDirectory() as folder:
             return main(replace(args, **QUICK_TEST, run_dir=f"{folder}/run"))
@@ -1489,7 +1499,7 @@ def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
             size = len(transitions) * robot.record_dtype.itemsize
             # A pickle can refer to one array many times, and each row becomes a copy.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-                raise ValueError(f"it would become {size} bytes in memory")
+                raise ValueError(f"it would take {size} bytes of memory")
             if not transitions:
                 raise ValueError("there are no transitions")
             open_grippers = np.ones(robot.layout.num_grippers)
@@ -1508,14 +1518,15 @@ def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
 
 
 def read_records(path, record_dtype):
-    """The records of a run, one by one"""
+    """The records in a file, one by one"""
     with open(path, "rb") as file:
         while data := file.read(record_dtype.itemsize):
             yield np.frombuffer(data, record_dtype)[0]
 
 
 def check_memory(num_bytes):
-    """Stop now if the buffers would not fit: they take their memory later, as they fill up."""
+    """Refuse buffers that would not fit. They take memory as they fill up, so it would run out in
+    the middle of the run."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -1553,37 +1564,31 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
 
 
 def write_video(path, robot, agent):
-    """A GIF of the first three test episodes: the policy, beside the scripted human if there is
-    one"""
+    """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
+    them beside the policy."""
     from PIL import Image
 
-    if isinstance(robot, RemoteRobot):
-        print("there is no policy.gif: the environment is in another process")
-        return
-    players = {"policy": agent.act}
-    if robot.args.env_id == BUILT_IN:
-        players = {"human": lambda obs: robot.env.human(), "policy": agent.act}
     frames = []
-    try:
-        for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
-            clips = [film(robot, player, act, seed) for player, act in players.items()]
-            for i in range(max(map(len, clips)) + 3):  # the last picture stays for a moment
-                pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
-                frames.append(Image.fromarray(np.concatenate(pictures, 1)))
-    except Exception as error:  # a renderer can raise any type
-        print(f"there is no policy.gif: {error}")
-        return
+    for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
+        clips = [film(robot, "policy", agent.act, seed)]
+        if robot.args.env_id == BUILT_IN:
+            human = film(robot, "human", lambda obs: robot.env.human(), seed)
+            clips.insert(0, human)
+        num_pictures = max(len(clip) for clip in clips) + 3  # the last one stays for a moment
+        for i in range(num_pictures):
+            pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
+            frames.append(Image.fromarray(np.concatenate(pictures, 1)))
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=250, loop=0)
 
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -1610,9 +1615,11 @@ class Run:
 
             self.wandb = wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
+                # A resumed run has the same id, another folder has another.
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
                 resume="allow",
             )
 
@@ -1700,8 +1707,11 @@ def finish_run(args, run, agent, robot, save_dir, best_agent):
     if report:
         run.log({"global_step": args.max_steps} | report)
     run.finish(CURVES, "environment steps")
-    if args.capture_video and args.report_episodes:
-        write_video(run.dir / "policy.gif", robot, agent)
+    if args.capture_video and args.report_episodes and not isinstance(robot, RemoteRobot):
+        try:
+            write_video(run.dir / "policy.gif", robot, agent)
+        except Exception as error:  # a renderer can raise any type
+            print(f"there is no policy.gif: {error}")
 
     success = "not tested"
     if report:
@@ -1715,22 +1725,25 @@ def finish_run(args, run, agent, robot, save_dir, best_agent):
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 
 @dataclass
 class FirstOptions:
-    """The options on which the defaults of the others depend."""
+    """The defaults of the other options depend on these."""
 
     env_id: str = BUILT_IN
     run_dir: str | None = None
@@ -1757,7 +1770,7 @@ def parse_args() -> Args:
         saved = json.loads(path.read_text(encoding="utf-8"))
         defaults = {name: saved[name] for name in vars(Args()) if name in saved}
     args = tyro.cli(Args, description=__doc__, default=Args(**defaults))
-    if os.environ.get("RANK", "0") == "0":  # only one process of torchrun prints
+    if rank() == 0:
         print(f"defaults for {typed.run_dir if is_resumed else typed.env_id}: {defaults}")
     for name, value in defaults.items():
         new_value = getattr(args, name)
@@ -1784,13 +1797,13 @@ def write_checkpoint(path: Path, state: dict):
 
 
 def start_run(args, agent, robot) -> tuple[Run, Progress]:
-    """Open the folder of a run and write the data files to its records.bin, or continue it."""
+    """Open the folder of a run, or continue it. A new run writes its data to records.bin."""
     print(f"action dims: {robot.layout.continuous} continuous, {robot.layout.gripper} gripper")
     print(f"the policy sees {robot.obs_shapes}")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
         return load_run(args, agent)
-    # A data file that cannot be used ends the run here, before it has a folder.
+    # The files are read before the run has a folder, because they may be unusable.
     failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
     for record in demos:
@@ -1802,7 +1815,7 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
 
 
 def save_run(run, agent, progress, record_file):
-    """Write what --resume needs: latest.pth and the end of records.bin."""
+    """Write what --resume needs. records.bin has the transitions, latest.pth all the rest."""
     record_file.flush()
     progress.num_bytes = record_file.tell()
     state = dict(agent=agent.checkpoint(), progress=vars(progress), rows=run.rows)
@@ -1810,8 +1823,8 @@ def save_run(run, agent, progress, record_file):
 
 
 def load_run(args, agent) -> tuple[Run, Progress]:
-    """Restore the agent, the logged rows and records.bin, which a kill may have left too long."""
-    # The file also has the losses since the last logged line, as tensors on this device.
+    """Restore a run as it was when latest.pth was saved. records.bin may be longer by now."""
+    # map_location is for the losses since the last logged line, which are tensors, too.
     path = Path(args.run_dir, "latest.pth")
     state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
     agent.restore(state["agent"])
@@ -1823,7 +1836,10 @@ def load_run(args, agent) -> tuple[Run, Progress]:
 
 
 class Signals:
-    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+
+    After the first signal Python's own handlers are back, so a second one ends the run at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -1835,6 +1851,7 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
+        print("signal received: the run saves and ends soon; a second signal ends it at once")
         self.received = True
         self.release()
 
@@ -1845,19 +1862,19 @@ class Signals:
 
 # --- ranks ---
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def join_ranks() -> dict:
-    """Join the other processes of torchrun, if there are any.  -> a group for each actor"""
-    if "WORLD_SIZE" in os.environ:
+    """Join the other processes of torchrun, if there are any.  -> {rank of an actor: its group}"""
+    if world_size() > 1:
         dist.init_process_group("gloo")
-    # Each actor has a group with the learner, so that no actor waits for another. The human who
-    # resets a robot may take longer than the usual limit of half an hour.
+    # Each actor has its own group with the learner, so no actor waits for another. The timeout is
+    # long because a human may have to reset the robot.
     groups = {}
     for peer in range(1, world_size()):
         groups[peer] = dist.new_group([0, peer], timeout=timedelta(days=30))
@@ -1877,11 +1894,11 @@ def receive(num_bytes, peer, group) -> bytes:
 class RemoteRobot(Robot):
     """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
 
-    A request is (step, 0), which asks for the record of an environment step, or (seed, n), which
-    asks for the last records of n episodes with the seeds from `seed` on. The weights follow.
+    The request (step, 0) asks for the record of an environment step. The request (seed, n) asks for
+    the last records of n episodes with the seeds `seed`, `seed` + 1, ... The weights follow.
     """
 
-    FACTS_SIZE = 2**16  # bytes
+    FACTS_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
 
     def __init__(self, args, peer, group):
         self.peer = peer
@@ -1910,7 +1927,7 @@ class RemoteRobot(Robot):
 
 
 def serve(robot, group):
-    """Tell rank 0 what the robot observes and how it moves, then do what rank 0 asks for."""
+    """Send rank 0 the shapes and bounds of the robot, then answer its requests."""
     facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
     send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
     weights = robot.acting_agent.acting_weights()

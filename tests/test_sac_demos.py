@@ -240,7 +240,7 @@ def test_images_of_hil_serl_reach_the_policy():
     flipped = image[0, ::-1]  # a negative stride
     assert (agent.act({"image": flipped}) == agent.act({"image": flipped.copy()})).all()
     agent.act({"image": image, "wrist": image})  # an environment may have more than the policy sees
-    with pytest.raises(ValueError, match=r"found observations \['wrist'\]: expected \['image'\]"):
+    with pytest.raises(ValueError, match=r"the observation has \['wrist'\]: expected \['image'\]"):
         agent.act({"wrist": image})
     with pytest.raises(ValueError, match=r"image is uint8 \(16, 16, 3\): expected \(8, 8, 3\)"):
         agent.act({"image": np.zeros((16, 16, 3), np.uint8)})

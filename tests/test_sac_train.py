@@ -363,7 +363,7 @@ def test_observations_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"depth is float32 \(32, 32\): .*images are uint8"):
         Robot(own(tmp_path, "Depth"))
     with pytest.raises(
-        SystemExit, match="--image-keys wrist: the environment has .*image.*proprio"
+        SystemExit, match="--image-keys wrist: the environment observes .*image.*proprio"
     ):
         Robot(own(tmp_path, "Polite", image_keys=["wrist"]))
     robot = Robot(own(tmp_path, "Chunked"))
