@@ -125,7 +125,7 @@ GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a grip
 # --- args ---
 @dataclass
 class Args:
-    # The command line has other defaults for some environments: BAR_WORLD, GYM_ID, OWN_CLASS.
+    # BAR_WORLD, GYM_ID or OWN_CLASS replaces some of these defaults, and --help shows the result.
     # run
     seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -328,8 +328,8 @@ class Encoder(nn.Module):  # hybrid: images
         state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
         if self.image_keys:  # one encoder for all cameras
-            most_rows = max(obs_shapes[key] for key in self.image_keys)
-            self.image = ImageEncoder(most_rows)
+            largest = max(obs_shapes[key] for key in self.image_keys)  # it has the most rows
+            self.image = ImageEncoder(largest)
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -1838,7 +1838,7 @@ def load_run(args, agent) -> tuple[Run, Progress]:
 class Signals:
     """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
 
-    After the first signal Python's own handlers are back, so a second one ends the run at once.
+    After the first signal the previous handlers are back, so a second one ends the run at once.
     """
 
     def __init__(self):
@@ -1851,7 +1851,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        print("signal received: the run saves and ends soon; a second signal ends it at once")
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
