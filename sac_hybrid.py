@@ -833,6 +833,7 @@ class Robot:
         return as_dict(raw)
 
     def reset(self, seed, allow_intervention=False):
+        # The human may be in the environment itself or in a wrapper around it.
         for env in (self.env, getattr(self.env, "unwrapped", self.env)):
             env.allow_intervention = allow_intervention
         self.obs = select_obs(self.reset_env(seed), self.obs_shapes)
@@ -1191,8 +1192,11 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     if value.ndim in (2, 4) and len(value) == 1:
         value = value[0]
     is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
-    if not (is_image or value.ndim == 1) or value.shape != (shape or value.shape):
-        expected = shape or "(H,W,channels) or a vector"
+    is_expected = is_image or value.ndim == 1
+    if shape is not None:
+        is_expected = is_expected and value.shape == shape
+    if not is_expected:
+        expected = shape or "a vector or (H,W,channels)"
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
     if is_image:
