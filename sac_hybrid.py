@@ -5,7 +5,7 @@
 # ///
 """SAC with a discrete gripper, demonstrations and human interventions: HIL-SERL (arXiv:2410.21845).
 
-    fill demo_rb with demonstrations              (start_run: from read_demos or make_demos)
+    fill demo_rb with demonstrations                                          (main)
     actor thread, for each environment step:                                  (Robot.take_turn)
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
@@ -18,15 +18,15 @@
         publish a copy of the weights to the actor
 
 SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
-open. The Q function of the arm does not see this command: its values are averages over the commands
-in the data. The gripper explores only in the first --random-steps.
+open. The Q function of the arm does not get this command as an input: its values are averages over
+the commands in the data. The gripper explores only in the first --random-steps.
 
 In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
-human trembles, makes mistakes, and moves at half the maximum speed. Imitation succeeds less often
-than this human. Reinforcement learning succeeds as often, in half as many steps (docs/sac_hybrid.md
-has the measurements).
+human trembles, makes mistakes, and moves at half the maximum speed. A policy that imitates this
+human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
+many steps (docs/sac_hybrid.md has the measurements).
 
-wsrl_warmup.py has the same SAC. These parts are added here; a comment marks the places:
+wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
     hybrid: grasp    - the critic of the gripper
     hybrid: cloning  - a behavior-cloning loss for the motion of the arm (--bc-weight)
@@ -35,9 +35,9 @@ What differs from HIL-SERL:
 - There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
 - Actor and learner take turns (--utd). HIL-SERL is asynchronous; --utd 0 does the same here.
-- The actor gets features that were computed before the step of the critics and of the encoder.
-- After a time limit the target includes the value of the next state. A data file without masks is
-  different: there the value of the next state is left out wherever an episode ended.
+- The update of the actor uses the features from before the step of the critics and the encoder.
+- The target bootstraps after a time limit. Data without masks is an exception: there it does not
+  bootstrap wherever an episode ended.
 - final_model.pth is the policy with the best evaluation.
 - The critics share the scale and bias of LayerNorm. HIL-SERL has no behavior-cloning loss.
 - The built-in human takes over at a random step, until the end of the episode. A real human takes
@@ -71,12 +71,12 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager, redirect_stdout
+import uuid
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
@@ -117,18 +117,15 @@ BAR_WORLD = dict(  # defaults for the built-in environment
     report_episodes=100,
 )
 GYM_ID = dict(setup_mode="single-arm-fixed-gripper")  # defaults for a Gymnasium id
-# defaults for --env-id file.py:Class, which may move a real arm
-OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0)
-QUICK_TEST = dict(
-    test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
-)
+# Defaults for --env-id file.py:Class, which may move a real arm
+OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100)
 GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a gripper opens or closes
 
 
 # --- args ---
 @dataclass
 class Args:
-    # The command line has other defaults for some environments: BAR_WORLD, GYM_ID, OWN_CLASS.
+    # BAR_WORLD, GYM_ID or OWN_CLASS replaces some of these defaults, and --help shows the result.
     # run
     seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -136,34 +133,34 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     save_dir: str | None = None  # folder of checkpoint_{step}.pth, final_model.pth (None: run_dir)
     resume: bool = False  # continue the run in run_dir with its options, or start it
-    save_every: int = 10_000  # steps between checkpoints
-    eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
+    save_every: int = 10_000  # steps between checkpoints; records.bin grows with every step
+    eval_every: int = 5_000  # steps between evaluations; each one waits until an episode ends
     eval_episodes: int = 10  # episodes per evaluation; the best policy is kept (0: the last)
-    report_episodes: int = 50  # other episodes, which test the final model (0: none)
+    report_episodes: int = 50  # other episodes, which test the final policy (0: none)
     capture_video: bool = True  # play three test episodes again and film them: policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     create_data: bool = False  # only write test_data/success_demo.pkl and failure_demo.pkl
-    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: with test_data
+    test: Literal["quick", "full"] | None = None  # quick: a few steps; full: train on test_data
     # task
     env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
-    image_keys: list[str] = field(default_factory=list)  # observations the policy sees (none: all)
-    demo_paths: list[str] = field(default_factory=list)  # .pkl or .npz files (none: --num-demos)
-    failure_paths: list[str] = field(default_factory=list)  # failures: they go to online_rb
+    image_keys: list[str] = field(default_factory=list)  # what the policy observes (none: all)
+    demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
+    failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
-    num_demos: int = 0  # demonstrations by the scripted human, without --demo-paths
-    intervention_steps: int = 0  # the human intervenes less and less, and never after this step
-    timeout_terminal: bool = False  # leave out the value of the next state after a time limit
+    num_demos: int = 0  # demonstrations by the scripted human, if there are no --demo-paths
+    intervention_steps: int = 0  # steps until the share of episodes with a human has fallen to 0
+    timeout_terminal: bool = False  # do not bootstrap after a time limit
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
     # rollout
     max_steps: int = 100_000  # environment steps
     training_starts: int = 1_000  # steps before the first update
-    random_steps: int = 1_000  # number of initial random steps
-    utd: float = 1.0  # updates per environment step (0: actor and learner run freely)
+    random_steps: int = 1_000  # first steps, which have random actions
+    utd: float = 1.0  # updates per environment step (0: neither actor nor learner waits)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
@@ -179,39 +176,35 @@ class Args:
     backup_entropy: bool = False  # add the entropy bonus to the critic's target
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
-    demo_ratio: float = 0.5  # share of demonstrations in a batch (0 while there are none)
+    demo_ratio: float = 0.5  # share of demo_rb in a batch (0 while it is empty)
     buffer_size: int = 200_000  # frames in a buffer; an episode of n steps has n + 1 frames
 
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                option = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{option}: must be finite and not negative")
-        for name in (
+        must_be_positive = (
             "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
-            "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics",
-            "init_alpha",
-        ):  # fmt: skip
-            if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} 0: must be positive")
-        for name in ("gamma", "tau", "demo_ratio"):
-            if getattr(self, name) > 1:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+            "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics", "init_alpha",
+        )  # fmt: skip
+        for name, value in vars(self).items():
+            option = f"--{name.replace('_', '-')} {value}"
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"{option}: must be finite and not negative")
+            if name in must_be_positive and value == 0:
+                raise ValueError(f"{option}: must be positive")
+            if name in ("gamma", "tau", "demo_ratio") and value > 1:
                 raise ValueError(f"{option}: must be in [0, 1]")
         if self.num_sampled_critics > self.num_critics:
-            raise ValueError(
-                f"--num-sampled-critics {self.num_sampled_critics}: must be at most --num-critics"
-            )
+            raise ValueError("--num-sampled-critics must be at most --num-critics")
         if self.buffer_size < 2:
-            raise ValueError(
-                f"--buffer-size {self.buffer_size}: must be at least 2, the frames of a transition"
-            )
+            raise ValueError("--buffer-size must be at least 2: a transition has two frames")
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
-            raise ValueError("only the built-in environment has a scripted human and test data")
+            raise ValueError(
+                f"--env-id {self.env_id}: --num-demos, --intervention-steps, --human expert,"
+                " --create-data and --test are for the built-in environment only"
+            )
         if self.algorithm == "bc" and not (self.num_demos or self.demo_paths):
-            raise ValueError("--algorithm bc needs --demo-paths or --num-demos")
+            raise ValueError("--algorithm bc needs demonstrations: --demo-paths or --num-demos")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
 
@@ -232,17 +225,18 @@ class ActionLayout:  # hybrid: grasp
         self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
 
     def grasp_index(self, commands):
-        """Number the joint commands from 0 (all close) to grasp_dim - 1 (all open). A command of
-        0.95 is rounded to 1.  (N,grippers) -> (N,)"""
+        """The number of a joint command. It has a digit of base 3 for each gripper: 0 closes, 1
+        stays, 2 opens.  (N,grippers) -> (N,)"""
         index = 0
         for command in torch.as_tensor(commands).unbind(-1):
-            index = index * 3 + command.round().clamp(-1, 1).long() + 1
+            digit = command.round().clamp(-1, 1).long() + 1  # rounded: 0.95 opens
+            index = 3 * index + digit
         return index
 
     def grasp_commands(self, index):
-        """The commands of one such number.  -> (grippers,)"""
-        digits = torch.tensor([index // 3, index % 3])[-self.num_grippers :]
-        return digits - 1.0
+        """The joint command with this number.  -> (grippers,)"""
+        digits = [index // 3, index % 3]
+        return torch.tensor(digits[-self.num_grippers :]) - 1.0
 
 
 def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
@@ -267,8 +261,8 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x):
-        x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
+        x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in), the others (E,N,in)
+        if self.weight.shape[-1] == 1:  # the last layer: faster than baddbmm with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
@@ -293,17 +287,18 @@ def embedding(in_dim, out_dim):
 
 
 class ImageEncoder(nn.Module):  # hybrid: images
-    """Convolutions until an image has at most 16 rows, then the positions of 16 features in it
-    (spatial softmax, arXiv:1504.00702).  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
+    """Convolutions halve the image until it has at most 16 rows, and make 16 feature maps of it.
+    The output has the mean position of each map (spatial softmax, arXiv:1504.00702) and an
+    embedding of these positions.  (N,channels,H,W) in [-0.5,0.5] -> (N,96)"""
 
     def __init__(self, image_shape):
         super().__init__()
-        size, _, channels = image_shape
+        num_rows, _, channels = image_shape
         layers = []
-        while size > 16:
+        while num_rows > 16:
             layers += [nn.Conv2d(channels, 16, 3, 2, 1), nn.ReLU(inplace=True)]
             channels = 16
-            size = math.ceil(size / 2)
+            num_rows = math.ceil(num_rows / 2)
         self.conv = nn.Sequential(*layers, nn.Conv2d(channels, 16, 1))
         self.embed = embedding(32, 64)
         self.dim = 32 + 64
@@ -312,6 +307,8 @@ class ImageEncoder(nn.Module):  # hybrid: images
         x = self.conv(image)  # (N,16,h,w)
         weights = x.flatten(2).softmax(-1).view_as(x)
         _, _, height, width = x.shape
+        if min(height, width) == 1:
+            raise ValueError("a camera image is too small beside that of the largest camera")
         rows = torch.linspace(-1, 1, height, device=x.device)
         columns = torch.linspace(-1, 1, width, device=x.device)
         mean_row = weights.sum(3) @ rows  # (N,16)
@@ -321,20 +318,18 @@ class ImageEncoder(nn.Module):  # hybrid: images
 
 
 class Encoder(nn.Module):  # hybrid: images
-    """The features of all cameras and vectors, concatenated.
+    """The features of all cameras and vectors, side by side.
     (N,H,W,channels) uint8 and (N,n) float32 -> (N,D)"""
 
     def __init__(self, obs_shapes: dict[str, tuple]):
         super().__init__()
         self.image_keys = [key for key, shape in obs_shapes.items() if len(shape) == 3]
         self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
-        state_dim = sum(math.prod(obs_shapes[key]) for key in self.vector_keys)
+        state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
         if self.image_keys:  # one encoder for all cameras
-            image_shapes = [obs_shapes[key] for key in self.image_keys]
-            if len({channels for *_, channels in image_shapes}) > 1:
-                raise ValueError(f"cameras differ in their number of channels: {image_shapes}")
-            self.image = ImageEncoder(max(image_shapes))  # the image with the most rows
+            largest = max(obs_shapes[key] for key in self.image_keys)  # it has the most rows
+            self.image = ImageEncoder(largest)
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -383,24 +378,25 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     for optimizer in optimizers:
         optimizer.zero_grad()
         parameters += optimizer.param_groups[0]["params"]
-    loss.backward(inputs=parameters)  # the actor's loss leaves no gradient in the critics
+    # No other parameter gets a gradient: the loss of the actor leaves none in the critics.
+    loss.backward(inputs=parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    is_bad = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_bad.device.type == "mps" and is_bad:  # fused Adam ignores found_inf on this device
-        return is_bad
+    is_skipped = (~nn.utils.get_total_norm(grads).isfinite()).float()
+    if is_skipped.device.type == "mps" and is_skipped:  # on this device Adam ignores found_inf
+        return is_skipped
     for optimizer in optimizers:
-        optimizer.found_inf = is_bad  # 1 makes fused Adam skip the step, as GradScaler does
+        optimizer.found_inf = is_skipped  # if it is 1, fused Adam skips the step on the device
         optimizer.step()
-    return is_bad
+    return is_skipped
 
 
 class SACHybridAgent(nn.Module):
     """Actor, critics and target networks. A batch is a dict of tensors:
 
     obs, next_obs                     dicts of (N,H,W,channels) uint8 and (N,n) float32
-    actions, grasps                   (N,C) in [-1,1]; (N,) index of the gripper command
+    actions, grasps                   (N,C) in [-1,1]; (N,) number of the gripper command
     rewards, masks, grasp_penalty     (N,)   masks: 0 where the episode terminated
-    is_demo                           (N,)   True on rows of demonstrations
+    is_demo                           (N,)   True on rows of demo_rb, interventions included
     """
 
     def __init__(
@@ -413,7 +409,7 @@ class SACHybridAgent(nn.Module):
         obs_shapes: dict[str, tuple] | None = None,
     ):
         super().__init__()
-        num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]  # hybrid: grasp
+        num_grippers = {0: 0, 3: 1, 9: 2}[grasp_action_dim]  # hybrid: grasp; three commands each
         self.layout = ActionLayout(continuous_action_dim + num_grippers, num_grippers)
         # Minus half of the number of action dims with grippers, as in HIL-SERL
         self.target_entropy = -0.5 * self.layout.action_dim
@@ -421,14 +417,14 @@ class SACHybridAgent(nn.Module):
         self.make_networks(args or Args(), obs_shapes, device)
 
     def make_networks(self, args, obs_shapes, device):
-        """Make new weights and optimizers, also for `load`, which knows the sizes of the file."""
+        """Make new weights and optimizers. `load` calls this again, with the sizes of its file."""
         torch.manual_seed(args.seed)
         self.args = args
         self.obs_shapes = obs_shapes
         action_dim = len(self.layout.continuous)
         encoder = Encoder(obs_shapes)
         self.critic = nn.Module()
-        self.critic.encoder = encoder  # the actor uses it; in SAC only the critics train it
+        self.critic.encoder = encoder  # the actor uses it, too, but only the critics train it
         self.critic.qf = QEnsemble(
             args.num_critics, encoder.dim + action_dim, args.hidden_size, args.layer_norm
         )
@@ -438,7 +434,7 @@ class SACHybridAgent(nn.Module):
             )
         self.critic_target = copy.deepcopy(self.critic).requires_grad_(False)
         self.actor = mlp(encoder.dim, 2 * action_dim, args.hidden_size, args.layer_norm)
-        # alpha() is the softplus of this parameter, so it starts at the inverse of softplus.
+        # alpha() is the softplus of this parameter. log(expm1(x)) is the inverse of softplus.
         self.raw_alpha = nn.Parameter(torch.tensor(math.log(math.expm1(args.init_alpha))))
         self.register_buffer("skipped_steps", torch.tensor(0.0))
         self.updates = 0
@@ -461,7 +457,7 @@ class SACHybridAgent(nn.Module):
 
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
-        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
+        # Each update has a seed of its own, so a resumed run needs no saved generator state.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -501,15 +497,15 @@ class SACHybridAgent(nn.Module):
         self.skipped_steps += gradient_step(sum(critic_losses.values()), self.critic_optimizer)
 
         # 2 actor and temperature
-        # The encoder has changed since it computed these features, and qf below is already the new
-        # one. The exact way is a second pass through the encoder, which takes more time.
         actor_losses = {}
         if train_actor:
+            # The features are from before the step of the encoder above; qf is from after it. A
+            # second pass through the encoder would be exact, and slower.
             features = features.detach()
             alpha = self.alpha()
             mean, std = self.policy(features)
             actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
+            # SAC takes the minimum of the critics here, RLPD and HIL-SERL take the mean.
             objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
             actor_losses["actor_loss"] = -objective.mean()
@@ -532,8 +528,8 @@ class SACHybridAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def update_bc(self, batch: dict) -> dict:  # hybrid: cloning
-        """Imitate: regress the motion of the arm and classify the gripper command. These losses
-        also train the encoder. They do not train the standard deviation of the policy."""
+        """Imitate: regress the motion of the arm and classify the gripper command. Both losses
+        train the encoder, too. None trains the standard deviation of the policy."""
         self.updates += 1
         features = self.critic.encoder(batch["obs"])
         mean, _ = self.policy(features)
@@ -549,13 +545,10 @@ class SACHybridAgent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: dict[str, np.ndarray], noise=0.0) -> np.ndarray:
-        """The arm moves by tanh(mean + noise * std). The grippers get the best grasp.
+        """The arm gets tanh(mean + noise * std), the grippers get the best grasp.
         -> (A,) in [-1,1]"""
-        if obs.keys() != self.obs_shapes.keys():
-            raise ValueError(f"found observations {[*obs]}: expected {[*self.obs_shapes]}")
         tensors = {}
-        for key, shape in self.obs_shapes.items():
-            value = to_array(key, obs[key], shape)
+        for key, value in select_obs(obs, self.obs_shapes).items():
             tensors[key] = torch.from_numpy(value)[None].to(self.raw_alpha.device)
         features = self.critic.encoder(tensors)
         mean, std = self.policy(features)
@@ -598,7 +591,8 @@ class SACHybridAgent(nn.Module):
         self.updates = checkpoint["updates"]
 
     def load(self, checkpoint):
-        """Load final_model.pth, given as a path or as a loaded dict, with its options and sizes."""
+        """Load final_model.pth, given as a path or as a loaded dict. The options and the sizes come
+        from the file."""
         if not isinstance(checkpoint, dict):
             checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
         args = Args(**checkpoint["args"])
@@ -607,7 +601,7 @@ class SACHybridAgent(nn.Module):
 
 
 # --- buffer ---
-# A transition is one numpy record. It is stored, compared and sent to other ranks as bytes.
+# A transition is one numpy record. As bytes it is written to records.bin and sent to rank 0.
 RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode so far
 SCALARS = (
     "rewards",
@@ -633,35 +627,28 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frames are numbered in the order in which they are written. Frame n is in slot n % capacity. A
-    transition lives in the slot of its last frame: `next_obs` there is this frame, and the action
-    and the reward are those that led to it. `starts` there is the number of its first frame, which
-    `next_obs` of another slot has. At the first frame of an episode
-    no transition ends, and `starts` is -1.
-    With capacity 4, this is the ring after the episodes a -> b -> c and d -> e:
+    Frame number n is in slot n % capacity. A transition is in the slot of its last frame; `starts`
+    has the number of its first frame there, or -1 if no transition ends in this slot.
+    With capacity 4, after the episodes a -> b -> c and d -> e:
 
-        frame number   0    1    2    3    4
-        frame          a    b    c    d    e     e overwrites a, in slot 0
-        start         -1    0    1   -1    3     a -> b cannot be drawn any more
+        slot         0    1    2    3
+        frame        e    b    c    d     e has overwritten a, which was number 0
+        number       4    1    2    3
+        starts       3    0    1   -1     so a -> b cannot be drawn
     """
 
     def __init__(self, capacity, record_dtype):
-        if capacity < 2:
-            raise ValueError("a transition has two frames")
-        self.columns = ["next_obs", "actions", "rewards", "masks", "grasp_penalty"]
-        slot_dtype = [(name, record_dtype[name]) for name in self.columns]
-        self.slots = np.zeros(capacity, slot_dtype)  # takes memory only while it fills up
+        names = ("next_obs", "actions", "rewards", "masks", "grasp_penalty")
+        slot_dtype = [(name, record_dtype[name]) for name in names]
+        self.slots = np.zeros(capacity, slot_dtype)  # memory is taken when a slot is written
         self.starts = np.full(capacity, -1)
         self.num_frames = 0  # written so far
         self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
-        self.known_ends = None  # of `ends`, until the next frame is written
 
     def ends(self):
         """The slots of the transitions whose first frame is still in the ring"""
-        if self.known_ends is None:
-            oldest = max(0, self.num_frames - len(self.slots))
-            self.known_ends = np.flatnonzero(self.starts >= oldest)  # never a start of -1
-        return self.known_ends
+        oldest = max(0, self.num_frames - len(self.slots))
+        return np.flatnonzero(self.starts >= oldest)
 
     def __len__(self):
         return len(self.ends())
@@ -669,25 +656,26 @@ class FrameBuffer:
     def read_frames(self, numbers):
         return self.slots["next_obs"][numbers % len(self.slots)]
 
-    def write_frame(self, frame, record, start) -> int:
-        self.known_ends = None
+    def write_frame(self, frame, start) -> int:
         slot = self.num_frames % len(self.slots)
-        self.slots[slot] = record[self.columns]  # of a first frame, only the next line is read
         self.slots["next_obs"][slot] = frame
         self.starts[slot] = start
         self.num_frames += 1
         return self.num_frames - 1
 
     def insert(self, record):
-        """Write the last frame of a record. Write the first frame, too, unless the same actor has
-        just written it: then the record continues an episode."""
+        """Write the last frame of a record. Write its first frame, too, unless it is the frame that
+        the same actor wrote last: then the record continues an episode."""
         actor = int(record["ranks"])
         start = self.newest_frame.get(actor, -1)
         oldest_after_this = max(0, self.num_frames + 1 - len(self.slots))
-        is_kept = start >= oldest_after_this
-        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
-            start = self.write_frame(record["obs"], record, -1)
-        self.newest_frame[actor] = self.write_frame(record["next_obs"], record, start)
+        is_in_ring = start >= oldest_after_this
+        if not is_in_ring or self.read_frames(start).tobytes() != record["obs"].tobytes():
+            start = self.write_frame(record["obs"], -1)
+        end = self.write_frame(record["next_obs"], start)
+        for name in ("actions", "rewards", "masks", "grasp_penalty"):
+            self.slots[name][end % len(self.slots)] = record[name]
+        self.newest_frame[actor] = end
 
     def sample(self, num_rows, rng):
         """Draw with replacement.  -> contents of slots (N,), first frames of transitions (N,)"""
@@ -696,7 +684,7 @@ class FrameBuffer:
 
 
 def store(record, online_rb, demo_rb):
-    """A transition by the human goes into both buffers."""
+    """An intervention goes into both buffers."""
     if not record["demos"]:
         online_rb.insert(record)
     if record["demos"] or record["interventions"]:
@@ -738,10 +726,11 @@ def random_numbers(seed, purpose: str, number):
 
 
 def sample_batch(agent, online_rb, demo_rb) -> dict:
-    """Draw online rows first, then demonstrations. The seed and the number of the update fix the
-    random numbers."""
+    """The online rows come first, then the demonstrations. The seed and the number of the update
+    decide which rows these are."""
     args = agent.args
     layout = agent.layout
+    device = agent.raw_alpha.device
     rng = random_numbers(args.seed, "batch", agent.updates)
     demo_ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
     num_online, num_demo = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
@@ -754,40 +743,72 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
             for key in obs.dtype.names:
                 if obs[key].ndim == 4:
                     obs[key] = random_shift(obs[key], args.augment_pad, rng)
-    batch = to_tensors(slots, agent.raw_alpha.device)
-    batch["obs"] = to_tensors(frames, agent.raw_alpha.device)
-    batch["is_demo"] = torch.arange(len(slots), device=agent.raw_alpha.device) >= num_online
+    batch = to_tensors(slots, device)
+    batch["obs"] = to_tensors(frames, device)
+    batch["is_demo"] = torch.arange(len(slots), device=device) >= num_online
     if layout.num_grippers:  # hybrid: grasp; Q(s,a) gets the continuous dims only
         batch["grasps"] = layout.grasp_index(batch["actions"][:, layout.gripper])
         batch["actions"] = batch["actions"][:, layout.continuous]
     return batch
 
 
+MAX_LOSSES = 10_000  # updates that a line of metrics.jsonl averages, at most
+
+
+def learn(agent, online_rb, demo_rb, progress):
+    """Make one update."""
+    args = agent.args
+    batch = sample_batch(agent, online_rb, demo_rb)
+    if args.algorithm == "bc":
+        stats = agent.update_bc(batch)
+    else:
+        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds this 1
+        stats = agent.update(batch, train_actor)
+    stats = {f"losses/{name}": value for name, value in stats.items()}
+    stats["buffer/demo_rows"] = batch["is_demo"].sum()
+    stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
+    progress.losses.append(stats)
+    # With --utd 0 the updates go on while the robot is paused, and no line is logged.
+    del progress.losses[:-MAX_LOSSES]
+
+
 # --- rollout ---
 def hold_grippers(commands, last_commands):
     """Replace the command "stay" by the last command.  -> commands, number of grippers that open
-    or close"""
+    or close now"""
     held = np.where(np.round(commands) == 0, last_commands, commands)
     return held, int(((held < 0) != (last_commands < 0)).sum())
 
 
-class Interface:
-    """What a policy sees of a robot, and what it can do. In this script actions are in [-1,1]."""
+class Robot:
+    """An environment with its current episode, and a copy of the policy that acts in it. Actions
+    are in [-1,1]; `step` converts them to the units of the environment."""
 
-    def __init__(self, args, obs_shapes, low, high):
+    def __init__(self, args):
+        self.env = make_env(args)
+        self.takes_seed = "seed" in inspect.signature(self.env.reset).parameters
+        if not self.takes_seed:
+            print("reset() takes no seed: evaluations of different runs have different episodes")
+        first_obs = self.reset_env(seed=0)
+        obs_shapes = {}
+        for key in args.image_keys or sorted(first_obs):
+            if key not in first_obs:
+                sys.exit(f"--image-keys {key}: the environment observes {sorted(first_obs)}")
+            obs_shapes[key] = to_array(key, first_obs[key]).shape
+        space = self.env.action_space
+        self.set_spaces(args, obs_shapes, space.low, space.high)
+        self.is_done = True  # the first turn starts an episode
+        self.acting_agent = self.make_agent("cpu")
+
+    def set_spaces(self, args, obs_shapes, low, high):
         self.args = args
-        self.obs_shapes = obs_shapes
+        self.obs_shapes = obs_shapes  # of what the policy sees
         self.low = low  # bounds of the actions of the environment
         self.high = high
         self.center = (high + low) / 2
         self.scale = (high - low) / 2
         self.layout = ActionLayout(len(low), SETUP_MODES[args.setup_mode][1])
         self.record_dtype = make_record_dtype(obs_shapes, len(low))
-
-    def normalize(self, name, action):
-        """Convert an action of the environment to [-1,1]."""
-        action = to_array(name, action, self.center.shape)
-        return ((action - self.center) / self.scale).clip(-1, 1)
 
     def make_agent(self, device):
         return SACHybridAgent(
@@ -799,26 +820,10 @@ class Interface:
             obs_shapes=self.obs_shapes,
         )
 
-
-class Robot(Interface):
-    """An environment with its current episode, and a copy of the policy that acts in it"""
-
-    def __init__(self, args):
-        self.env = make_env(args)
-        self.takes_seed = "seed" in inspect.signature(self.env.reset).parameters
-        if not self.takes_seed:
-            print("reset() takes no seed: evaluations of different runs have different episodes")
-        first_obs = self.reset_env(seed=0)
-        unknown = sorted(set(args.image_keys) - first_obs.keys())
-        if unknown:
-            found = ", ".join(sorted(first_obs))
-            sys.exit(f"--image-keys {' '.join(unknown)}: the environment has {found}")
-        any_shape = dict.fromkeys(args.image_keys or sorted(first_obs))
-        first_obs = select_obs(first_obs, any_shape)
-        obs_shapes = {key: value.shape for key, value in first_obs.items()}
-        super().__init__(args, obs_shapes, self.env.action_space.low, self.env.action_space.high)
-        self.is_done = True  # the first turn starts an episode
-        self.acting_agent = self.make_agent("cpu")
+    def normalize(self, name, action):
+        """Convert an action of the environment to [-1,1]."""
+        action = to_array(name, action, self.center.shape)
+        return ((action - self.center) / self.scale).clip(-1, 1)
 
     def reset_env(self, seed):
         if self.takes_seed:
@@ -828,6 +833,7 @@ class Robot(Interface):
         return as_dict(raw)
 
     def reset(self, seed, allow_intervention=False):
+        # The human may be in the environment itself or in a wrapper around it.
         for env in (self.env, getattr(self.env, "unwrapped", self.env)):
             env.allow_intervention = allow_intervention
         self.obs = select_obs(self.reset_env(seed), self.obs_shapes)
@@ -837,22 +843,21 @@ class Robot(Interface):
         self.rewards = []
 
     def step(self, action) -> np.ndarray:
-        """Make one step of the environment.  -> its record, with the action of the human if there
-        was one"""
-        # 1 "stay" repeats the last command of the gripper
+        """Make one step of the environment.  -> its record, which has the action of the human if a
+        human acted"""
+        # 1 the policy sends its action; "stay" repeats the last command of the gripper
         grippers = self.layout.gripper  # hybrid: grasp
-        executed = action.copy()
-        executed[grippers], _ = hold_grippers(action[grippers], self.last_commands)
-
-        # 2 the environment moves, or the human does
-        executed = (self.center + self.scale * executed).astype(np.float32)
-        raw, reward, terminated, truncated, info = self.env.step(executed)
+        held = action.copy()
+        held[grippers], _ = hold_grippers(action[grippers], self.last_commands)
+        env_action = (self.center + self.scale * held).astype(np.float32)
+        raw, reward, terminated, truncated, info = self.env.step(env_action)
         next_obs = select_obs(as_dict(raw), self.obs_shapes)
+
+        # 2 if a human acted instead, `action` is from here on what the human did
         is_human = info.get("intervene_action") is not None
         if is_human:
             human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
             action = self.normalize("intervene_action", human_action)
-        # Here `action` is what the human did, if there was one.
         self.last_commands, num_toggles = hold_grippers(action[grippers], self.last_commands)
         self.rewards.append(to_array("reward", reward, (1,)).item())
 
@@ -895,8 +900,8 @@ class Robot(Interface):
         return np.stack(records)
 
     def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
-        """Play the mean action in episodes with the seeds first_seed, first_seed + 1, ...
-        -> the last record of each; its `interventions` is 1 if a human acted in the episode"""
+        """Play the policy without noise, with the seeds first_seed, first_seed + 1, ...
+        -> the last record of each episode; `interventions` is 1 if a human acted in the episode"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
         last_records = []
         for seed in range(first_seed, first_seed + num_episodes):
@@ -923,10 +928,10 @@ def explore(agent, obs, step, rng) -> np.ndarray:
 
 
 class ActorThread(threading.Thread):
-    """Takes environment steps with the newest published weights, and hands their records over.
+    """Takes environment steps with the newest published weights, and hands over their records.
 
-    After a step it waits for the learner: the two take turns. With --utd 0 it waits only where an
-    episode ends, because the learner evaluates and saves there.
+    After each step it waits until the learner says that it may continue: the two take turns. With
+    --utd 0 it waits only at the end of an episode, because the learner evaluates and saves there.
     """
 
     def __init__(self, robot, steps, published, arrivals):
@@ -947,19 +952,19 @@ class ActorThread(threading.Thread):
                     self.may_continue.acquire()
                 if self.is_stopped:
                     return
-        except BaseException as error:  # the learner raises it
-            self.arrivals.put((self, error))
+        except BaseException as error:
+            self.arrivals.put((self, error))  # instead of a record; the learner raises it
 
     def stop(self):
         self.is_stopped = True
         self.may_continue.release()
-        self.join()
+        self.join(timeout=10)  # a human who resets the robot may take longer
 
 
 # --- evaluate ---
 def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
-    """Play the mean action in the episodes of these seeds, the same in every run if reset() takes a
-    seed. Do not count an episode in which a human acted."""
+    """Play the policy without noise. Every run has the same episodes if reset() takes a seed. An
+    episode in which a human acted does not count."""
     if num_episodes == 0:
         return {}
     results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
@@ -973,6 +978,17 @@ def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, 
     lengths = results["episodic_length"][results["success_rate"] > 0]
     metrics[f"{group}/steps_to_success"] = float(lengths.mean()) if len(lengths) else math.nan
     return metrics
+
+
+def keep_best(progress, agent, row):
+    """Keep the policy if no earlier one was better: by success, then by return, then by speed."""
+    if not row:
+        return
+    score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
+    # Python compares lists by the first entry that differs; the empty list is less than the others.
+    if score >= progress.best_score:
+        progress.best_score = score
+        progress.best_agent = agent.checkpoint()
 
 
 # --- main ---
@@ -994,19 +1010,22 @@ class Progress:
 def main(args: Args) -> dict[str, float]:
     if args.create_data or args.test:
         return create_data_or_test(args)
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     signals = Signals()
     groups = join_ranks()
     if rank() > 0:
-        serve(Robot(args), groups[rank()])
+        with closing(Robot(args)) as robot:
+            serve(robot, groups[rank()])
         return {}
     robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
     agent = robots[0].make_agent(device)
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
     demo_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
-    # start_run wrote the demonstrations to this file. A resumed run has its transitions there, too.
+    # records.bin has the demonstrations, and after --resume the transitions of the run.
     for record in read_records(run.dir / "records.bin", robots[0].record_dtype):
         store(record, online_rb, demo_rb)
     record_file = open(run.dir / "records.bin", "ab")
@@ -1023,196 +1042,104 @@ def main(args: Args) -> dict[str, float]:
     metrics = {}
     is_eval_due = progress.global_step == 0  # evaluate after the first episode
     is_save_due = False
-    num_unread = 0  # records that had arrived after the last free update, less those read since
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
-    while progress.global_step < args.max_steps:
-        # 1 receive a transition. With --utd 0 update until one arrives. If several arrive at once,
-        # read them all before the next update; a fast environment cannot prevent that update.
-        start_time = time.time()
-        is_free = args.utd == 0 and progress.global_step > args.training_starts
-        if is_free and num_unread <= 0:
-            learn(agent, online_rb, demo_rb, progress)
-            while arrivals.empty():
+    try:
+        while progress.global_step < args.max_steps:
+            # 1 receive a transition; with --utd 0 update until one arrives
+            start_time = time.time()
+            if args.utd == 0 and progress.global_step > args.training_starts:
+                while arrivals.empty():
+                    learn(agent, online_rb, demo_rb, progress)
+            waiting_since = time.time()
+            actor, record = arrivals.get()
+            rollout_time = time.time() - waiting_since
+            if isinstance(record, BaseException):  # the actor has failed
+                raise record
+            progress.global_step += 1
+            is_last = progress.global_step == args.max_steps
+            episode_ended = record["dones"] > 0
+            store(record, online_rb, demo_rb)
+            record_file.write(record.tobytes())
+            progress.human_steps += int(record["interventions"])
+            progress.human_takeovers += int(record["takeovers"])
+            if episode_ended:  # a human may have helped: evaluations show what the policy can do
+                progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
+
+            # 2 update `utd` times, and publish the weights
+            if progress.global_step > args.training_starts:
+                progress.updates_due += args.utd
+                if args.utd == 0 and episode_ended:
+                    progress.updates_due += 1  # a fast environment leaves no time for step 1
+            while progress.updates_due >= 1:
+                progress.updates_due -= 1
                 learn(agent, online_rb, demo_rb, progress)
-            num_unread = arrivals.qsize()
-        waiting_since = time.time()
-        actor, record = arrivals.get()
-        num_unread -= 1
-        rollout_time = time.time() - waiting_since
-        if isinstance(record, BaseException):
-            save_run(run, agent, progress, record_file)  # keep what was learned
-            raise record
-        progress.global_step += 1
-        is_last = progress.global_step == args.max_steps
-        episode_ended = record["dones"] > 0  # then the actor waits: ActorThread.may_continue
-        store(record, online_rb, demo_rb)
-        record_file.write(record.tobytes())
-        progress.human_steps += int(record["interventions"])
-        progress.human_takeovers += int(record["takeovers"])
-        if episode_ended:  # its success may be due to a human, who also acts in these episodes
-            progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
-
-        # 2 update `utd` times, and publish the weights
-        if progress.global_step > args.training_starts:
-            progress.updates_due += args.utd
-        while progress.updates_due >= 1:
-            progress.updates_due -= 1
-            learn(agent, online_rb, demo_rb, progress)
-        published["weights"] = agent.acting_weights()
-        update_time = time.time() - start_time - rollout_time
-        progress.window.append({"time/rollout": rollout_time, "time/update": update_time})
-        progress.window.append({"charts/intervention_rate": float(record["interventions"])})
-
-        # 3 evaluate between two episodes; these episodes select the best policy
-        row = {}
-        if is_last or progress.global_step % args.eval_every == 0:
-            is_eval_due = True
-        if is_eval_due and (episode_ended or is_last):
-            is_eval_due = False
-            row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
-            keep_best(progress, agent, row)
-
-        # 4 log
-        if is_last or progress.global_step % args.log_interval == 0:
-            row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
-            row |= {
-                "charts/intervention_steps": progress.human_steps,
-                "charts/intervention_count": progress.human_takeovers,
-                "charts/updates": agent.updates,
-                "charts/SPS": progress.global_step / (time.time() - run.start_time),
-                "losses/skipped_steps": agent.skipped_steps.item(),
-                "buffer/online_size": len(online_rb),
-                "buffer/demo_size": len(demo_rb),
+            published["weights"] = agent.acting_weights()
+            step_stats = {
+                "charts/intervention_rate": float(record["interventions"]),
+                "time/rollout": rollout_time,
+                "time/update": time.time() - start_time - rollout_time,
             }
-            progress.losses = []
-            progress.window = []
-        if row:
-            run.log({"global_step": progress.global_step} | row)
+            progress.window.append(step_stats)
+
+            # 3 evaluate between two episodes; these episodes select the best policy
+            row = {}
+            if is_last or progress.global_step % args.eval_every == 0:
+                is_eval_due = True
+            if is_eval_due and (episode_ended or is_last):
+                is_eval_due = False
+                row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
+                keep_best(progress, agent, row)
+
+            # 4 log
+            if is_last or progress.global_step % args.log_interval == 0:
+                row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
+                row |= {
+                    "charts/intervention_steps": progress.human_steps,
+                    "charts/intervention_count": progress.human_takeovers,
+                    "charts/updates": agent.updates,
+                    "charts/SPS": progress.global_step / (time.time() - run.start_time),
+                    "losses/skipped_steps": agent.skipped_steps.item(),
+                    "buffer/online_size": len(online_rb),
+                    "buffer/demo_size": len(demo_rb),
+                }
+                progress.losses = []
+                progress.window = []
+            if row:
+                run.log({"global_step": progress.global_step} | row)
+                metrics |= run.rows[-1]
+                show_status(bar, metrics)
+            bar.update()
+
+            # 5 save; what --resume needs is saved between two episodes
+            if progress.global_step % args.save_every == 0:
+                name = f"checkpoint_{progress.global_step}.pth"
+                write_checkpoint(save_dir / name, agent.checkpoint())
+                is_save_due = True
+            if is_last or (episode_ended and (is_save_due or signals.received)):
+                save_run(run, agent, progress, record_file)
+                is_save_due = False
+                if signals.received:
+                    break
+            if args.utd or episode_ended:
+                actor.may_continue.release()
+
+        bar.close()
+        if progress.global_step < args.max_steps:
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
+        else:
+            finish_run(args, run, agent, robots[0], save_dir, progress.best_agent)
             metrics |= run.rows[-1]
-            show_status(bar, metrics)
-        bar.update()
-
-        # 5 save; what --resume needs is saved between two episodes
-        if progress.global_step % args.save_every == 0:
-            name = f"checkpoint_{progress.global_step}.pth"
-            write_checkpoint(save_dir / name, **agent.checkpoint())
-            is_save_due = True
-        if is_last or (episode_ended and (is_save_due or signals.received)):
-            save_run(run, agent, progress, record_file)
-            is_save_due = False
-            if signals.received:
-                break
-        if args.utd or episode_ended:
-            actor.may_continue.release()
-
-    bar.close()
-    signals.release()
-    for actor in actors:
-        actor.stop()
-    if progress.global_step < args.max_steps:
-        print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
-    else:
-        metrics |= finish_run(args, run, agent, robots[0], progress, save_dir)
-    for robot in robots:
-        robot.close()
-    record_file.close()
+    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
+        save_run(run, agent, progress, record_file)
+        raise
+    finally:
+        signals.release()
+        for actor in actors:
+            actor.stop()
+        for robot in robots:
+            robot.close()
+        record_file.close()
     return metrics
-
-
-def learn(agent, online_rb, demo_rb, progress):
-    """Make one update."""
-    args = agent.args
-    batch = sample_batch(agent, online_rb, demo_rb)
-    if args.algorithm == "bc":
-        stats = agent.update_bc(batch)
-    else:
-        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds this 1
-        stats = agent.update(batch, train_actor)
-    stats = {f"losses/{name}": value for name, value in stats.items()}
-    stats["buffer/demo_rows"] = batch["is_demo"].sum()
-    stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
-    progress.losses.append(stats)
-
-
-def keep_best(progress, agent, row):
-    """Compare policies by success, then by return. Of equal policies prefer the faster one."""
-    if not row:
-        return
-    score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
-    # Python compares lists by the first entry that differs. The empty list is less than any other.
-    if score >= progress.best_score:
-        progress.best_score = score
-        progress.best_agent = agent.checkpoint()
-
-
-def mean_of_each(rows: list[dict]) -> dict[str, float]:
-    """Mean of each statistic over the rows that have it; one transfer from the device"""
-    columns = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(torch.as_tensor(value))
-    if not columns:
-        return {}
-    means = [torch.stack(column).float().nanmean() for column in columns.values()]
-    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
-
-
-STATUS = (
-    "losses/critic_loss",
-    "losses/grasp_critic_loss",
-    "losses/actor_loss",
-    "losses/alpha_loss",
-    "losses/alpha",
-    "losses/skipped_steps",
-    "charts/intervention_rate",
-    "eval/success_rate",
-    "eval/steps_to_success",
-)
-
-
-def show_status(bar, metrics: dict):
-    """Show the newest numbers beside the bar, or in a line of their own if this is no terminal."""
-    shown = []
-    for name in STATUS:
-        if metrics.get(name) is not None:
-            shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
-    status = " ".join(shown)
-    bar.set_postfix_str(status, refresh=False)
-    if bar.disable:
-        print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
-
-
-def finish_run(args, run, agent, robot, progress, save_dir) -> dict[str, float]:
-    """Save the best policy, test it on new episodes, and draw the pictures."""
-    if progress.best_agent is not None:
-        agent.restore(progress.best_agent)
-    write_checkpoint(save_dir / "final_model.pth", **agent.checkpoint())
-    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
-    if report:
-        run.log({"global_step": progress.global_step} | report)
-        report = run.rows[-1]
-    panels = {
-        "success rate": ["charts/success_rate", "eval/success_rate"],  # with and without the human
-        "environment steps to success": ["eval/steps_to_success"],
-        "share of steps by the human": ["charts/intervention_rate"],
-        "mean Q value (discounted return)": ["losses/q_values"],
-    }
-    run.finish(panels, "environment steps")
-    if args.capture_video and args.report_episodes:
-        write_video(run.dir / "policy.gif", robot, agent)
-
-    # the first evaluation -> the report, or else the best evaluation
-    rates = [row["eval/success_rate"] for row in run.rows if "eval/success_rate" in row][:1]
-    if report:
-        rates.append(report["report/success_rate"])
-    elif progress.best_score:
-        rates.append(progress.best_score[0])
-    change = " -> ".join(f"{rate:.2f}" for rate in rates) or "not evaluated"
-    seconds = run.rows[-1]["time"]
-    print(f"success rate {change}, {args.max_steps} environment steps, {seconds:.0f} s")
-    print(f"metrics and pictures are in {run.dir}")
-    print(f"the model: {save_dir}/final_model.pth; SACHybridAgent.load reads it")
-    return report
 
 
 # --- task: environments ---
@@ -1230,54 +1157,46 @@ def make_env(args: Args):
         return BarWorld(args.setup_mode, args.human)
     if ".py:" in args.env_id:
         path, _, name = args.env_id.rpartition(":")
-        action_dim = 6 * num_arms + num_grippers
-        if not Path(path).is_file():
-            sys.exit(f"--env-id {args.env_id}: there is no file {path}")
+        sys.path.insert(0, str(Path(path).resolve().parent))  # the file may import its neighbors
         env_class = runpy.run_path(path).get(name)
         if env_class is None:
             sys.exit(f"--env-id {args.env_id}: there is no class {name} in {path}")
-        arguments = [list(args.image_keys or ["image"]), action_dim]
-        try:
-            inspect.signature(env_class).bind(*arguments)
-        except TypeError:
-            sys.exit(f"--env-id {args.env_id}: {name} must take (image_keys, action_dim)")
-        env = env_class(*arguments)
+        action_dim = 6 * num_arms + num_grippers
+        env = env_class(list(args.image_keys or ["image"]), action_dim)
         if not hasattr(env, "action_space"):
             env.action_space = gym.spaces.Box(-1, 1, (action_dim,))
     else:
-        try:
-            env = gym.make(args.env_id)
-        except gym.error.Error as error:
-            sys.exit(f"--env-id {args.env_id}: {error}")
+        env = gym.make(args.env_id)
         if "rgb_array" in env.metadata.get("render_modes", []):
             env.close()
             env = gym.make(args.env_id, render_mode="rgb_array")
     space = env.action_space
-    is_box = isinstance(space, gym.spaces.Box) and space.is_bounded()
+    is_vector = isinstance(space, gym.spaces.Box) and space.is_bounded() and len(space.shape) == 1
     if (
-        not is_box
-        or len(space.shape) > 1
-        or len(space.low) % num_arms
+        not is_vector
         or (space.low == space.high).any()
+        or len(space.low) % num_arms
+        or len(space.low) <= num_grippers
     ):
-        expected = "a bounded Box with low < high" + ", in two equal halves" * (num_arms == 2)
+        expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
         sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
-    if len(space.low) <= num_grippers:
-        where = f"--env-id {args.env_id} --setup-mode {args.setup_mode}"
-        sys.exit(f"{where}: of {len(space.low)} action dims this leaves no continuous action")
     return env
 
 
 def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
-    """uint8 (H,W,channels) for an image, else a float32 vector. A leading axis of 1 is removed."""
+    """Return an image as uint8 (H,W,channels), anything else as a float32 vector. A leading axis of
+    1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
     value = np.atleast_1d(value)
     if value.ndim in (2, 4) and len(value) == 1:
         value = value[0]
     is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
-    if not (is_image or value.ndim == 1) or value.shape != (shape or value.shape):
-        expected = shape or "(H,W,channels) or a vector"
+    is_expected = is_image or value.ndim == 1
+    if shape is not None:
+        is_expected = is_expected and value.shape == shape
+    if not is_expected:
+        expected = shape or "a vector or (H,W,channels)"
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
     if is_image:
@@ -1293,9 +1212,9 @@ def as_dict(raw) -> dict:
 
 
 def select_obs(raw: dict, obs_shapes) -> dict[str, np.ndarray]:
-    """The part of an observation that the policy sees. With None any shape is right."""
+    """The part of an observation that the policy sees"""
     if not raw.keys() >= obs_shapes.keys():
-        raise ValueError(f"found observations {sorted(raw)}: expected {[*obs_shapes]}")
+        raise ValueError(f"the observation has {sorted(raw)}: expected {[*obs_shapes]}")
     return {key: to_array(key, raw[key], shape) for key, shape in obs_shapes.items()}
 
 
@@ -1363,8 +1282,8 @@ class BarWorld(gym.Env):
         return obs
 
     def camera(self, arm):
-        """The view from above: the ends of the bar are a red and a blue dot, the arm is a green
-        one.  -> (H,W,3)"""
+        """The view from above: a red and a blue dot at the ends of the bar, a green dot at the arm.
+        -> (H,W,3)"""
         half = 0.4 * direction(self.bar[arm, 5])
         center = self.bar[arm, :3]
         dots = np.stack([center + half, self.pose[arm, :3], center - half])[:, :2]  # (color,2)
@@ -1373,28 +1292,26 @@ class BarWorld(gym.Env):
         image = brightness[:, None, :, 1] * brightness[None, :, :, 0]  # (row,column,color)
         return (255 * image).astype(np.uint8)
 
-    def lines(self, arm):
-        """The halves of the bar and the gripper as lines through points (n,3), without tilt"""
-        center = self.bar[arm, :3]
-        half = 0.4 * direction(self.bar[arm, 5])
-        yield "firebrick", np.stack([center, center + half])
-        yield "royalblue", np.stack([center, center - half])
-        finger = (0.22 if self.is_open[arm] else 0.08) * direction(self.pose[arm, 5] + 1)
-        palm = np.array([0, 0, 0.3])
-        yield (
-            "black",
-            self.pose[arm, :3] + np.stack([-finger, palm - finger, palm + finger, finger]),
-        )
-
     def render(self):
-        """Each arm from above and, in the lower half, from the side.  -> (640,320*arms,3) uint8"""
+        """Each arm from above and, in the lower half, from the side; tilt does not show.
+        -> (640,320*arms,3) uint8"""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (320 * self.num_arms, 640), "white")
         canvas = ImageDraw.Draw(image)
         for arm in range(self.num_arms):
-            for color, points in self.lines(arm):
-                x, y, z = 120 * points.T  # pixels
+            center = self.bar[arm, :3]
+            half = 0.4 * direction(self.bar[arm, 5])
+            finger = (0.22 if self.is_open[arm] else 0.08) * direction(self.pose[arm, 5] + 1)
+            palm = np.array([0, 0, 0.3])
+            gripper = self.pose[arm, :3] + [-finger, palm - finger, palm + finger, finger]
+            lines = {
+                "firebrick": [center, center + half],
+                "royalblue": [center, center - half],
+                "black": gripper,
+            }
+            for color, points in lines.items():
+                x, y, z = 120 * np.transpose(points)  # pixels
                 x += 320 * arm + 160
                 canvas.line([*zip(x, 160 + y, strict=True)], color, 12)
                 canvas.line([*zip(x, 595 - z, strict=True)], color, 12)
@@ -1424,8 +1341,8 @@ class BarWorld(gym.Env):
         return self.observe(), float(success), bool(success), bool(truncated), info
 
     def human(self):
-        """Go straight to the bar, close, lift. The clumsy human moves at half speed, trembles, and
-        sometimes gives a random command to the gripper."""
+        """Go straight to the bar, close the gripper, lift. The clumsy human moves at half speed,
+        trembles, and sometimes gives a random command to the gripper."""
         target = self.bar.copy()
         target[self.is_held, 2] = 0.8
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
@@ -1444,7 +1361,7 @@ class BarWorld(gym.Env):
 
 # --- task: demonstrations ---
 def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
-    """Successful episodes of the scripted human, or random ones that fail.  -> records"""
+    """Episodes in which the scripted human succeeds, or random actions fail.  -> records"""
     if num_demos == 0:
         return []
     robot = Robot(args)
@@ -1455,15 +1372,15 @@ def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
         return robot.env.np_random.uniform(-1, 1, robot.layout.action_dim).astype(np.float32)
 
     demos = []
-    num_successes = 0
+    num_kept = 0
     attempt = 0
-    while num_successes < num_demos:
+    while num_kept < num_demos:
         seed = random_numbers(args.seed, "demo", attempt).integers(2**31)
         episode = robot.play(act, int(seed))
         attempt += 1
         if episode["success_rate"][-1] == success:
             demos += list(episode)
-            num_successes += 1
+            num_kept += 1
     return demos
 
 
@@ -1484,9 +1401,14 @@ def write_demos(path, records):
     Path(path).write_bytes(pickle.dumps(transitions))
 
 
+QUICK_TEST = dict(
+    test=None, max_steps=60, training_starts=20, log_interval=20, eval_episodes=2, report_episodes=2
+)
+
+
 def create_data_or_test(args: Args) -> dict[str, float]:
-    """--create-data; --test quick, a short run in a temporary folder; --test full, a run with the
-    data that --create-data makes"""
+    """--test quick trains in a temporary folder. --create-data makes data, --test full trains on
+    it."""
     if args.test == "quick":
         with tempfile.TemporaryDirectory() as folder:
             return main(replace(args, **QUICK_TEST, run_dir=f"{folder}/run"))
@@ -1513,15 +1435,21 @@ class DemoUnpickler(pickle.Unpickler):
         "_codecs.encode",
         "collections.OrderedDict",
     )
-    DTYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
+    DTYPES = "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        if name == "dtype":  # a constant of numpy, because a file could give a new one false flags
-            return lambda code, *_: self.DTYPES[code]
+        if name == "dtype":
+            return self.find_dtype
         return super().find_class(module, name)
+
+    def find_dtype(self, code, *flags):
+        """A constant of numpy. A new dtype would take the flags of the file, which may be wrong."""
+        if code not in self.DTYPES:
+            raise pickle.UnpicklingError(f"it has an array of dtype {code}: not supported")
+        return np.dtype(code)
 
 
 def read_transitions(path) -> list[dict]:
@@ -1531,13 +1459,9 @@ def read_transitions(path) -> list[dict]:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
-    for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # numpy's mark of big-endian numbers
-            raise ValueError(
-                'it has the string ">", which marks big-endian numbers: they are not supported'
-            )
-        if opcode.name == "LONG_BINPUT" and argument > len(data):
-            raise ValueError("it asks for more memory than it has bytes")
+    for _, argument, _ in pickletools.genops(data):
+        if argument == ">":  # the mark of numpy for big-endian numbers
+            raise ValueError("it has the string '>': big-endian numbers are not supported")
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
@@ -1549,14 +1473,18 @@ def read_obs(transition, name, obs_shapes):
     return tuple(select_obs(as_dict(raw), obs_shapes).values())
 
 
-def read_transition(transition: dict, robot, grasp_penalty) -> np.ndarray:
-    """Convert a transition of a file. Without masks the value after every end of an episode is left
-    out, also after a time limit. Without penalties they are computed.  -> record"""
+def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
+    """Convert a transition of a file, whose action is in the units of the environment.  -> record
+
+    Masks that are missing are 1 - dones: the target does not bootstrap at any end of an episode.
+    Penalties that are missing are computed from the commands of the gripper.
+    """
     record = np.zeros((), robot.record_dtype)
     record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
     record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
     record["actions"] = robot.normalize("actions", transition["actions"])
-    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": grasp_penalty}
+    _, num_toggles = hold_grippers(record["actions"][robot.layout.gripper], last_commands)
+    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": GRASP_PENALTY * num_toggles}
     numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
     for name in ("rewards", "dones", "masks", "grasp_penalty"):
         record[name] = to_array(name, numbers[name], (1,)).item()
@@ -1566,7 +1494,7 @@ def read_transition(transition: dict, robot, grasp_penalty) -> np.ndarray:
 
 
 def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
-    """Read .pkl and .npz files, whose actions are in the units of the environment.  -> records"""
+    """Read .pkl and .npz files.  -> records"""
     records = []
     for path in paths:
         place = path
@@ -1575,38 +1503,34 @@ def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
             size = len(transitions) * robot.record_dtype.itemsize
             # A pickle can refer to one array many times, and each row becomes a copy.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-                raise ValueError(f"it would become {size} bytes in memory")
+                raise ValueError(f"it would take {size} bytes of memory")
             if not transitions:
                 raise ValueError("there are no transitions")
             open_grippers = np.ones(robot.layout.num_grippers)
             last_commands = open_grippers
             for row, transition in enumerate(transitions):
                 place = f"{path}, row {row}"
-                commands = robot.normalize("actions", transition["actions"])[robot.layout.gripper]
-                last_commands, num_toggles = hold_grippers(commands, last_commands)
-                record = read_transition(transition, robot, GRASP_PENALTY * num_toggles)
+                record = read_transition(transition, robot, last_commands)
+                commands = record["actions"][robot.layout.gripper]
+                last_commands, _ = hold_grippers(commands, last_commands)
                 if record["dones"]:
                     last_commands = open_grippers
                 records.append(record)
         except Exception as error:  # a damaged file can raise any type
-            reason = str(error)
-            if isinstance(error, FileNotFoundError):
-                reason = "there is no such file"
-            elif not isinstance(error, ValueError | pickle.UnpicklingError):
-                reason = f"{type(error).__name__}: {error}"
-            sys.exit(f"{option} {place}: {reason}")
+            sys.exit(f"{option} {place}: {type(error).__name__}: {error}")
     return records
 
 
 def read_records(path, record_dtype):
-    """The records of a run, one by one"""
+    """The records in a file, one by one"""
     with open(path, "rb") as file:
         while data := file.read(record_dtype.itemsize):
             yield np.frombuffer(data, record_dtype)[0]
 
 
 def check_memory(num_bytes):
-    """Stop at the start if the buffers do not fit. They take their memory only as they fill up."""
+    """Refuse buffers that would not fit. They take memory as they fill up, so it would run out in
+    the middle of the run."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -1638,71 +1562,68 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
         pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
         return act(obs)
 
-    records = robot.play(act_and_film, seed)
-    result = "success" if records["success_rate"][-1] else "failure"
-    pictures.append(take_picture(robot, f"{player}, step {len(pictures)}: {result}"))
+    robot.play(act_and_film, seed)
+    pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
     return pictures
 
 
 def write_video(path, robot, agent):
-    """A GIF of the first three test episodes: the policy, beside the scripted human if there is
-    one"""
+    """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
+    them beside the policy."""
     from PIL import Image
 
-    if isinstance(robot, RemoteRobot):
-        print("there is no policy.gif: the environment is in another process")
-        return
-    players = {"policy": agent.act}
-    if robot.args.env_id == BUILT_IN:
-        players = {"human": lambda obs: robot.env.human()} | players
     frames = []
-    try:
-        for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
-            clips = [film(robot, player, act, seed) for player, act in players.items()]
-            for i in range(max(map(len, clips)) + 3):  # the last picture stays for a moment
-                pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
-                frame = Image.fromarray(np.concatenate(pictures, 1))
-                frames.append(frame.quantize(64, method=Image.Quantize.FASTOCTREE))
-    except Exception as error:  # a renderer can raise any type
-        print(f"there is no policy.gif: {error}")
-        return
+    for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
+        clips = [film(robot, "policy", agent.act, seed)]
+        if robot.args.env_id == BUILT_IN:
+            human = film(robot, "human", lambda obs: robot.env.human(), seed)
+            clips.insert(0, human)
+        num_pictures = max(len(clip) for clip in clips) + 3  # the last one stays for a moment
+        for i in range(num_pictures):
+            pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
+            frames.append(Image.fromarray(np.concatenate(pictures, 1)))
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=250, loop=0)
 
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class Run:
     """The folder of a run: options, metrics, and at the end a summary and curves."""
 
-    def __init__(self, args):
+    def __init__(self, args, rows=()):
+        """`rows` are the metrics that a resumed run logged before."""
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = []
-        self.start_time = time.time()
-        self.wandb = None
         self.dir.mkdir(parents=True, exist_ok=args.resume)
+        self.rows = list(rows)
+        self.start_time = time.time()
+        if self.rows:
+            self.start_time -= self.rows[-1]["time"]
+        lines = [json.dumps(row) + "\n" for row in self.rows]
+        (self.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        if not (self.dir / "latest.pth").exists():  # else load_run rewrites it, once that was read
-            (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        self.wandb = None
         if args.track:
             import wandb
 
             self.wandb = wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
+                # A resumed run has the same id, another folder has another.
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
                 resume="allow",
             )
 
@@ -1726,39 +1647,107 @@ class Run:
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
             axis = figure.add_subplot(1, len(panels), i, xlabel=xlabel, ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
+            for name in names:
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+                axis.plot(steps, [row[name] for row in rows], ".-", label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
             self.wandb.finish()
 
 
+def mean_of_each(rows: list[dict]) -> dict[str, float]:
+    """Mean of each statistic over the rows that have it; one transfer from the device"""
+    columns = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(torch.as_tensor(value))
+    if not columns:
+        return {}
+    means = [torch.stack(column).float().nanmean() for column in columns.values()]
+    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
+
+
+STATUS = (
+    "losses/critic_loss",
+    "losses/grasp_critic_loss",
+    "losses/actor_loss",
+    "losses/alpha_loss",
+    "losses/alpha",
+    "losses/skipped_steps",
+    "charts/intervention_rate",
+    "eval/success_rate",
+    "eval/steps_to_success",
+)
+
+
+def show_status(bar, metrics: dict):
+    """Show the newest numbers beside the bar, or in a line of their own if this is no terminal."""
+    shown = []
+    for name in STATUS:
+        if metrics.get(name) is not None:
+            shown.append(f"{name.split('/')[1]} {metrics[name]:.3g}")
+    status = " ".join(shown)
+    bar.set_postfix_str(status, refresh=False)
+    if bar.disable:
+        print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
+
+
+CURVES = {
+    "success rate": ["charts/success_rate", "eval/success_rate"],  # with and without the human
+    "environment steps to success": ["eval/steps_to_success"],
+    "share of steps by the human": ["charts/intervention_rate"],
+    "mean Q value (discounted return)": ["losses/q_values"],
+}
+
+
+def finish_run(args, run, agent, robot, save_dir, best_agent):
+    """Save the best policy, test it on new episodes, and draw the pictures."""
+    if best_agent is not None:
+        agent.restore(best_agent)
+    write_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
+    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
+    if report:
+        run.log({"global_step": args.max_steps} | report)
+    run.finish(CURVES, "environment steps")
+    if args.capture_video and args.report_episodes and not isinstance(robot, RemoteRobot):
+        try:
+            write_video(run.dir / "policy.gif", robot, agent)
+        except Exception as error:  # a renderer can raise any type
+            print(f"there is no policy.gif: {error}")
+
+    success = "not tested"
+    if report:
+        success = f"{report['report/success_rate']:.2f}"
+    seconds = run.rows[-1]["time"]
+    print(f"success rate {success}, {args.max_steps} environment steps, {seconds:.0f} s")
+    print(f"metrics and pictures are in {run.dir}")
+    print(f"the model: {save_dir}/final_model.pth; SACHybridAgent.load reads it")
+
+
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 
 @dataclass
 class FirstOptions:
-    """The options on which the defaults of the others depend."""
+    """The defaults of the other options depend on these."""
 
     env_id: str = BUILT_IN
     run_dir: str | None = None
@@ -1771,45 +1760,30 @@ def default_options(env_id) -> dict:
     return OWN_CLASS if ".py:" in env_id else GYM_ID
 
 
-FIXED = (  # options that --resume cannot change
-    "seed",
-    "env_id",
-    "setup_mode",
-    "image_keys",
-    "timeout_terminal",
-    "algorithm",
-    "human",
-    "demo_paths",
-    "failure_paths",
-    "num_demos",
-    "hidden_size",
-    "layer_norm",
-    "num_critics",
-    "init_alpha",
-)
+# --resume cannot change these options: they belong to the start of a run.
+ONLY_AT_START = ("seed", "demo_paths", "failure_paths", "num_demos", "init_alpha")
 
 
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "") / "args.json"
-    options = default_options(typed.env_id)
+    path = Path(typed.run_dir or "", "args.json")
     is_resumed = typed.resume and path.exists()
+    defaults = default_options(typed.env_id)
     if is_resumed:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        options = {name: saved[name] for name in vars(Args()) if name in saved}
-    defaults = Args()
-    for name, value in options.items():
-        setattr(defaults, name, value)  # Args checks them below, together with the typed options
-    args = tyro.cli(Args, description=__doc__, default=defaults)
-    if os.environ.get("RANK", "0") == "0":  # only one process of torchrun prints
-        print(f"defaults {f'of {path}' if is_resumed else f'for {typed.env_id}'}: {options}")
-    for name, value in options.items():
-        if not is_resumed or name == "resume" or getattr(args, name) == value:
+        defaults = {name: saved[name] for name in vars(Args()) if name in saved}
+    args = tyro.cli(Args, description=__doc__, default=Args(**defaults))
+    if rank() == 0:
+        print(f"defaults for {typed.run_dir if is_resumed else typed.env_id}: {defaults}")
+    for name, value in defaults.items():
+        new_value = getattr(args, name)
+        if not is_resumed or name == "resume" or new_value == value:
             continue
-        if name in FIXED:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {value}")
-        print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+        option = f"--{name.replace('_', '-')}"
+        if name in ONLY_AT_START:
+            sys.exit(f"--resume cannot change {option} from {value}")
+        print(f"changed: {option} {value} -> {new_value}")
     return args
 
 
@@ -1820,23 +1794,20 @@ def replace_text(path: Path, text: str):
     os.replace(temporary, path)
 
 
-def write_checkpoint(path: Path, **state):
+def write_checkpoint(path: Path, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
 def start_run(args, agent, robot) -> tuple[Run, Progress]:
-    """Open the folder of a run and write the data files to its records.bin, or continue it."""
+    """Open the folder of a run, or continue it. A new run writes its data to records.bin."""
     print(f"action dims: {robot.layout.continuous} continuous, {robot.layout.gripper} gripper")
     print(f"the policy sees {robot.obs_shapes}")
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
-        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        run = Run(args)
-        return run, load_run(run, agent)
-    # A data file that cannot be used ends the run here, before it has a folder.
+        return load_run(args, agent)
+    # The files are read before the run has a folder, because they may be unusable.
     failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
     for record in demos:
@@ -1848,33 +1819,31 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
 
 
 def save_run(run, agent, progress, record_file):
-    """Write what --resume needs: latest.pth and the end of records.bin."""
+    """Write what --resume needs. records.bin has the transitions, latest.pth all the rest."""
     record_file.flush()
     progress.num_bytes = record_file.tell()
-    write_checkpoint(
-        run.dir / "latest.pth", agent=agent.checkpoint(), progress=vars(progress), rows=run.rows
-    )
+    state = dict(agent=agent.checkpoint(), progress=vars(progress), rows=run.rows)
+    write_checkpoint(run.dir / "latest.pth", state)
 
 
-def load_run(run, agent) -> Progress:
-    """Restore the agent, the logged rows and records.bin, which a kill may have left too long."""
-    # The file also has the losses since the last logged line, as tensors on this device.
-    device = agent.raw_alpha.device
-    state = torch.load(run.dir / "latest.pth", map_location=device, weights_only=True)
+def load_run(args, agent) -> tuple[Run, Progress]:
+    """Restore a run as it was when latest.pth was saved. records.bin may be longer by now."""
+    # map_location is for the losses since the last logged line, which are tensors, too.
+    path = Path(args.run_dir, "latest.pth")
+    state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
     agent.restore(state["agent"])
-    run.rows = state["rows"]
-    if run.rows:
-        run.start_time -= run.rows[-1]["time"]
-    lines = [json.dumps(row) + "\n" for row in run.rows]
-    (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    run = Run(args, state["rows"])
     progress = Progress(**state["progress"])
     os.truncate(run.dir / "records.bin", progress.num_bytes)
     print(f"resuming after step {progress.global_step}")
-    return progress
+    return run, progress
 
 
 class Signals:
-    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+
+    After the first signal the previous handlers are back, so a second one ends the run at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -1886,6 +1855,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
@@ -1896,19 +1867,19 @@ class Signals:
 
 # --- ranks ---
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def join_ranks() -> dict:
-    """Join the other processes of torchrun, if there are any.  -> a group for each actor"""
-    if "WORLD_SIZE" in os.environ:
+    """Join the other processes of torchrun, if there are any.  -> {rank of an actor: its group}"""
+    if world_size() > 1:
         dist.init_process_group("gloo")
-    # Each actor has a group with the learner, so that no actor waits for another. The human who
-    # resets a robot may take longer than the usual limit of half an hour.
+    # Each actor has its own group with the learner, so no actor waits for another. The timeout is
+    # long because a human may have to reset the robot.
     groups = {}
     for peer in range(1, world_size()):
         groups[peer] = dist.new_group([0, peer], timeout=timedelta(days=30))
@@ -1925,21 +1896,21 @@ def receive(num_bytes, peer, group) -> bytes:
     return message.numpy().tobytes()
 
 
-class RemoteRobot(Interface):
+class RemoteRobot(Robot):
     """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
 
-    A request is (step, 0), which asks for the record of an environment step, or (seed, n), which
-    asks for the last records of n episodes with the seeds from `seed` on. The weights follow.
+    The request (step, 0) asks for the record of an environment step. The request (seed, n) asks for
+    the last records of n episodes with the seeds `seed`, `seed` + 1, ... The weights follow.
     """
 
-    FACTS_SIZE = 2**16  # bytes
+    FACTS_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
 
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
         facts = json.loads(receive(self.FACTS_SIZE, peer, group))
         obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
-        super().__init__(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
+        self.set_spaces(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
 
     def ask(self, number, num_episodes, weights) -> np.ndarray:
         dist.send(torch.tensor([number, num_episodes]), self.peer, self.group)
@@ -1954,11 +1925,14 @@ class RemoteRobot(Interface):
         return self.ask(first_seed, num_episodes, weights)
 
     def close(self):
-        dist.send(torch.tensor([-1, 0]), self.peer, self.group)
+        try:
+            dist.send(torch.tensor([-1, 0]), self.peer, self.group)
+        except RuntimeError as error:
+            print(f"actor {self.peer} has failed: {error}")
 
 
 def serve(robot, group):
-    """Tell rank 0 what the robot observes and how it moves, then do what rank 0 asks for."""
+    """Send rank 0 the shapes and bounds of the robot, then answer its requests."""
     facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
     send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
     weights = robot.acting_agent.acting_weights()
@@ -1967,7 +1941,7 @@ def serve(robot, group):
         dist.recv(request, 0, group)
         number, num_episodes = request.tolist()
         if number < 0:
-            return robot.close()
+            return
         dist.recv(weights, 0, group)
         if num_episodes:
             records = robot.play_episodes(number, num_episodes, weights)

@@ -60,11 +60,6 @@ def test_a_frame_is_stored_once():
     assert FrameBuffer(200_000, dtype).slots.nbytes == pytest.approx(2.46e9, rel=1e-2)
 
 
-def test_a_buffer_of_one_frame_is_refused():
-    with pytest.raises(ValueError, match="two frames"):
-        FrameBuffer(1, RECORD)
-
-
 @pytest.mark.parametrize("num_actors", [1, 3])
 @pytest.mark.parametrize("capacity, seed", [(2, 4), (5, 0), (23, 1), (64, 2), (1000, 3)])
 def test_random_inserts_against_naive(capacity, seed, num_actors):

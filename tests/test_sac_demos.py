@@ -19,7 +19,6 @@ from PIL import Image
 from sac_hybrid import (
     Args,
     BarWorld,
-    Interface,
     Robot,
     SACHybridAgent,
     make_demos,
@@ -221,8 +220,9 @@ def test_the_recipe_of_the_page_for_lerobot(version, tmp_path):
         [sys.executable, tmp_path / "recipe.py", tmp_path, tmp_path / "demos.pkl"], check=True
     )
     shapes = {"image": (64, 64, 3), "pose": (8,)}
-    interface = Interface(Args(), shapes, np.full(7, -1.0, np.float32), np.ones(7, np.float32))
-    records = read(tmp_path / "demos.pkl", interface)
+    robot = Robot.__new__(Robot)  # without an environment
+    robot.set_spaces(Args(), shapes, np.full(7, -1.0, np.float32), np.ones(7, np.float32))
+    records = read(tmp_path / "demos.pkl", robot)
     assert records["obs"]["pose"][:, 0].tolist() == [0, 1, 10, 11]
     assert records["next_obs"]["pose"][:, 0].tolist() == [1, 2, 11, 12]
     assert records["obs"]["image"][:, 0, 0, 0].tolist() == [0, 1, 50, 51]
@@ -239,8 +239,9 @@ def test_images_of_hil_serl_reach_the_policy():
     assert (agent.act({"image": image}) != agent.act({"image": 255 - image})).any()
     flipped = image[0, ::-1]  # a negative stride
     assert (agent.act({"image": flipped}) == agent.act({"image": flipped.copy()})).all()
-    with pytest.raises(ValueError, match=r"\['image', 'wrist'\]"):
-        agent.act({"image": image, "wrist": image})
+    agent.act({"image": image, "wrist": image})  # an environment may have more than the policy sees
+    with pytest.raises(ValueError, match=r"the observation has \['wrist'\]: expected \['image'\]"):
+        agent.act({"wrist": image})
     with pytest.raises(ValueError, match=r"image is uint8 \(16, 16, 3\): expected \(8, 8, 3\)"):
         agent.act({"image": np.zeros((16, 16, 3), np.uint8)})
     depth = np.zeros((8, 8), np.float32)
@@ -296,7 +297,6 @@ def hostile_pickles(canary):
     yield b"cnumpy._core.multiarray\n_reconstruct\n(cposix\nsystem\n(I0\ntS'b'\ntR."
     yield b"\x82\x01."  # EXT1
     yield b"Pabc\n."  # persistent id
-    yield b"\x80\x04]r" + struct.pack("<I", 2**31 - 1) + b"."  # a memo that would take 32 GB
     yield b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b"."  # a terabyte of bytearray
     yield b"(" * 5000 + b"t" * 5000 + b"."
     yield b"]\x94h\x00a."  # a list that holds itself
@@ -335,13 +335,15 @@ def test_hostile_pickles_do_nothing(tmp_path):
         refused(path)
         armed[0] = False
     assert not canary.exists() and not events, events[:3]
+    dump(path, [DEMOS[0] | {"rewards": np.complex64(1)}])
+    refused(path, "dtype c8: not supported")
     path.write_bytes(pickle.dumps([Evil(os.system, "true")]))
     refused(path, "--demo-paths", "posix.system")  # the message says what it named
 
 
 def test_a_missing_file_is_named_with_its_option(tmp_path):
     path = tmp_path / "none.pkl"
-    with pytest.raises(SystemExit, match="^--failure-paths .*none.pkl: there is no such file$"):
+    with pytest.raises(SystemExit, match="^--failure-paths .*none.pkl: FileNotFoundError"):
         read_demos([str(path)], ROBOT, "--failure-paths")
 
 

@@ -379,10 +379,13 @@ def test_cameras_with_other_channels_are_refused():
         return agent.act({key: np.zeros(shape, np.uint8) for key, shape in shapes.items()})
 
     shapes = {"left": (8, 8, 3), "depth": (8, 8, 1)}
-    with pytest.raises(ValueError, match="number of channels"):
+    with pytest.raises(RuntimeError, match="3 channels"):
         act(shapes)
     shapes["depth"] = (16, 16, 3)  # two sizes are no problem
     assert np.isfinite(act(shapes)).all()
+    shapes["depth"] = (256, 256, 3)  # its four convolutions leave one pixel of the other image
+    with pytest.raises(ValueError, match="too small"):
+        act(shapes)
 
 
 @pytest.mark.parametrize("order", [["small", "large"], ["large", "small"]])
@@ -400,7 +403,7 @@ def test_load_gives_the_same_agent(tmp_path):
     for _ in range(3):
         agent.update(make_batch())
     path = tmp_path / "final_model.pth"
-    sac_hybrid.write_checkpoint(path, **agent.checkpoint())
+    sac_hybrid.write_checkpoint(path, agent.checkpoint())
     action = agent.act(obs, noise=0.5)
     stats = agent.update(make_batch(seed=4))
     for source in (path, torch.load(path)):  # as in the manual
