@@ -379,6 +379,17 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
 
 
+def test_a_next_observation_may_differ_by_rounding(tmp_path):
+    """The episode is one, not six of a row each, whose returns would be their rewards."""
+    columns = walk(6, dones=LAST)
+    columns["next_observations"] = columns["next_observations"] * np.float32(1 + 1e-6)
+    rows, *_ = load(save(tmp_path / "a.npz", columns))
+    assert (rows["next_obs"][:-1] != rows["obs"][1:]).all() and len(split_episodes(rows)) == 1
+    assert rows["returns"][0] == pytest.approx(return_to_go(np.ones(6), 0.99)[0])
+    columns["observations"] = columns["observations"] + np.float32([0.0, 0.0, 0.05])
+    assert len(split_episodes(load(save(tmp_path / "b.npz", columns))[0])) == 6
+
+
 def quality(rewards=(0.0, 1.0), terminated=False, bounds=(0.0, 4.0), longest=10):
     trajectory = dict(rewards=rewards, masks=[float(not terminated)])
     return compute_data_quality(trajectory, bounds, longest)
