@@ -18,7 +18,7 @@
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
-    warm-up: cloning       - the actor imitates the actions of the demonstrations, or of the best rows
+    warm-up: cloning       - the actor imitates the demonstrations, or else the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
@@ -29,8 +29,8 @@ A run can be split into two commands. The first one (--checkpoint-path) does the
 agent and the kept rows, and ends. The second one (--learner) reads both and trains online.
 
 --preset chooses the method: a set of defaults for other options.
-    design   the default: plain SAC offline, weighted losses, prioritized draws; the best offline rows
-             are kept and are a part of every online batch
+    design   the default: plain SAC offline, weighted losses, prioritized draws; the best offline
+             rows are kept and are a part of every online batch
     wsrl     as in the paper: Cal-QL offline, first online steps with the frozen policy, no offline
              rows online, ten critics, four updates per step
     rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
@@ -39,8 +39,8 @@ agent and the kept rows, and ends. The second one (--learner) reads both and tra
 Only the command line applies a preset. In Python, write Args(**default_options(env_id, "wsrl")).
 
 Plain SAC can overestimate actions that the data lack, above all if the data are poor. The options
---offline-objective cql, calql and bc prevent this. Our TD loss lacks the factor 1/2 of the CQL paper,
-so --cql-alpha 1 is an alpha of 0.5 there.
+--offline-objective cql, calql and bc prevent this. The TD loss here lacks the factor 1/2 of the CQL
+paper, so --cql-alpha 1 is an alpha of 0.5 there.
 
 Row weights change the offline share of the loss. A successful demonstration weighs up to 4.5, an
 online row 1.0: if half of a batch are such rows, about 80 % of the loss are theirs.
@@ -152,7 +152,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     exp_name: str | None = None  # name that replaces {script} in the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
-    save_every: int = 10_000  # steps between checkpoints; online, each waits for an episode's end
+    save_every: int = 10_000  # steps between checkpoints; online they wait for an episode's end
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
@@ -169,18 +169,16 @@ class Args:
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, row weight 1.0
     random_data_path: list[str] = field(default_factory=list)  # random actions, row weight 0.5
-    demo_weight: float = 2.0  # row weight of demonstrations, if their file has no column "weights"
-    success_weight_bonus: float = (
-        1.5  # factor on the weights of successful episodes, also then only
-    )
+    demo_weight: float = 2.0  # row weight of demonstrations (not if the file has weights)
+    success_weight_bonus: float = 1.5  # factor on the row weights of successful episodes
     reward_scale: float = 1.0  # factor on rewards in updates, not on logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
-    dropout: float = 0.0  # share of hidden units dropped in updates of the actor, online, too
+    dropout: float = 0.0  # share of hidden units dropped in updates of the actor, also online
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first online steps: the agent acts (untrained: at random) only
+    warmup_rollout_steps: int = 0  # first online steps, without updates (random if untrained)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
@@ -199,10 +197,10 @@ class Args:
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
     initial_offline_ratio: float = 1.0  # offline share of a batch when the online steps begin
-    offline_decay_rate: float = 0.999  # factor on this share per online step, from the first one on
+    offline_decay_rate: float = 0.999  # factor on this share per online step, also without updates
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # keep the rows with most
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # the highest rows are kept
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -459,8 +457,8 @@ class WarmupAgent(nn.Module):
     actor_weights              (N,)   in the loss of the actor, with a mean of 1
     is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
 
-    `update` gets rewards and returns times reward_scale (sample_mixed). `judge` gets rows of a buffer
-    and scales the rewards itself.
+    `update` gets rewards and returns times reward_scale, see sample_mixed. `judge` gets rows of a
+    buffer and scales the rewards itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -663,7 +661,7 @@ class WarmupAgent(nn.Module):
 
 # --- row weights ---
 def rate_episodes(args, episodes: dict[str, list]):
-    """Fill the columns of RATINGS where the data file has none. `episodes` has a list per source."""
+    """Fill the columns that a data file lacks, which are NaN. `episodes` has a list per source."""
     every_episode = sum(episodes.values(), [])
     if not every_episode:
         return
@@ -681,8 +679,8 @@ def rate_episodes(args, episodes: dict[str, list]):
             fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
             fill_in(episode, "quality", quality)
             fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations, or else the quarter of the rows with the best
-    # quality. If there are ties at its limit, these are more rows than a quarter.
+    # warm-up: cloning; it imitates the demonstrations, or else the quarter of the rows with the
+    # best quality, and rows that are as good as the last of them.
     limit = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
     for source, source_episodes in episodes.items():
         for episode in source_episodes:
@@ -982,19 +980,12 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
         error = (judged["clone_errors"] * is_cloned).sum() / is_cloned.sum()
     else:
         error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
-    error = float(error)
-    if math.isnan(error):
-        error = math.inf  # min() cannot compare NaN
-    progress.heldout_errors.append(error)
-    if error == min(progress.heldout_errors):
+    progress.checks_since_best += 1
+    if error < progress.best_error:
+        progress.best_error = error.item()
         progress.best_agent = agent.checkpoint()
-    return error
-
-
-def is_overfitting(heldout_errors, patience) -> bool:
-    """True if the last `patience` checks were not better than an earlier one"""
-    best_check = heldout_errors.index(min(heldout_errors))
-    return len(heldout_errors) - 1 - best_check >= patience
+        progress.checks_since_best = 0
+    return error.item()
 
 
 # --- main ---
@@ -1010,8 +1001,9 @@ class Progress:
     newest: dict = field(default_factory=dict)  # last value of each metric
     data_returns: dict = field(default_factory=dict)  # mean return of each source
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
-    heldout_errors: list[float] = field(default_factory=list)
-    best_agent: dict | None = None  # checkpoint at the smallest of these errors
+    best_error: float = math.inf  # smallest error on these rows
+    best_agent: dict | None = None  # checkpoint of the agent that had it
+    checks_since_best: int = 0
 
     @property
     def global_step(self):
@@ -1024,8 +1016,8 @@ def main(args: Args) -> dict[str, float]:
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     env = make_gym_env(args.env_id)
-    # A run is new, or it continues: at its checkpoint (--resume), or after the warm-up of another
-    # run (--learner, in start_run).
+    # load_run continues a run at its checkpoint. start_run begins a new one: with an untrained
+    # agent, or with --learner where the first command ended, so that the first loop is skipped.
     if args.resume and Path(args.run_dir, "latest.pth").exists():
         run, agent, offline_rb, online_rb, progress = load_run(args, env, device)
     else:
@@ -1062,7 +1054,7 @@ def main(args: Args) -> dict[str, float]:
         is_last = progress.warmup_updates >= args.warmup_steps
         if args.early_stop_patience and (is_last or progress.warmup_updates % check_every == 0):
             row["losses/heldout_error"] = check_heldout(agent, progress)
-            if not is_last and is_overfitting(progress.heldout_errors, args.early_stop_patience):
+            if not is_last and progress.checks_since_best >= args.early_stop_patience:
                 tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
                 is_last = True
         if is_last:
@@ -1106,8 +1098,7 @@ def main(args: Args) -> dict[str, float]:
             raise
         progress.env_steps = env_step
         online_rb.extend(transition)
-        for name, value in episode.items():
-            progress.window.append({name: value})
+        progress.window.append(episode)
 
         # 2 update, after the first warmup_rollout_steps
         num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
@@ -1191,9 +1182,7 @@ def print_switch(data_returns, policy_return):
     best = max(data_returns.values())
     advice = "go online from the policy"
     if policy_return < best:
-        advice = (
-            "the data are better, so clone them (--preset bc) or keep all (--retention-ratio 1)"
-        )
+        advice = "the data are better: try --preset bc or --retention-ratio 1"
     tqdm.write(
         f"after the warm-up the return of the policy is {policy_return:.1f}, "
         f"that of the best data {best:.1f}: {advice}"
@@ -1252,14 +1241,12 @@ def finish_run(args, run, agent, env):
         f"{last['eval/episodic_return']:.1f}, {last['charts/env_steps']} environment steps, "
         f"{last['time']:.0f} s"
     )
-    print(f"metrics and pictures are in {run.dir}")
+    print(f"metrics, pictures and final_model.pth (see WarmupAgent.load) are in {run.dir}")
     if args.ends_after_warmup():
         files = f"--checkpoint-path {args.checkpoint_path}"
         if args.initial_offline_ratio:
             files += f" --demo-path {args.kept_rows_path()}"
         print(f"train online: python wsrl_warmup.py --learner {files}")
-    else:
-        print(f"the model: {run.dir}/final_model.pth; WarmupAgent.load reads it")
 
 
 # --- task: environments ---
@@ -1270,8 +1257,8 @@ def make_gym_env(env_id):
         env.close()
         env = gym.make(env_id, render_mode="rgb_array")
     actions = env.action_space
-    is_box = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
-    if not is_box or len(actions.shape) != 1 or (actions.low >= actions.high).any():
+    is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
+    if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
     spaces = {"state": env.observation_space}
     if isinstance(env.observation_space, gym.spaces.Dict):
@@ -1279,7 +1266,7 @@ def make_gym_env(env_id):
     for key, space in spaces.items():
         is_box = isinstance(space, gym.spaces.Box)
         if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # not (D,) or (1,D)
-            sys.exit(f"{env_id} observes {key} as {space}: expected a vector, a Box")
+            sys.exit(f"{env_id} observes {key} as {space}: expected a Box with one axis")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
     env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -1290,7 +1277,7 @@ def make_gym_env(env_id):
 
 
 def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition with its action in [-1,1], and columns that rate_episodes fills"""
+    """A row of a buffer: a transition, its action in [-1,1], and the columns of rate_episodes"""
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
@@ -1311,9 +1298,9 @@ def obs_statistics(space, obs):
     half_range = (high - low) / 2
     if len(obs) == 0:
         return (high + low) / 2, np.where(half_range > 0, half_range, 1.0)
-    # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would make
-    # all other states huge, so the bounds of the space limit it. Bounds should be near to real
-    # observations: with bounds of +-1000 the spread is at least 300.
+    # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
+    # make all other states huge, so the spread is at least 0.3 of the half range of the space. The
+    # bounds should be those of real observations: with +-1000 the spread is 300 or more.
     std = np.maximum(obs.std(0), 0.3 * half_range * is_bounded)
     return obs.mean(0), np.where(std < 1e-6, 1.0, std)
 
@@ -1336,8 +1323,8 @@ COLUMNS = {  # name in a data file: name in a buffer
     "returns": "returns",
     "is_cloned": "is_cloned",
 }
-RATINGS = ("weights", "quality", "returns", "is_cloned")  # rate_episodes fills what a file lacks
-OPTIONAL = ("masks", "dones", *RATINGS)
+# A data file may leave these out. to_rows fills masks or dones, rate_episodes the others.
+OPTIONAL = ("masks", "dones", "weights", "quality", "returns", "is_cloned")
 
 
 def swing_up(obs):
@@ -1377,7 +1364,7 @@ def make_data(args) -> dict:
     elif args.env_id != BUILT_IN:
         sys.exit(f"--make-data needs --expert-path: there is no script for {args.env_id}")
     folder = Path(args.make_data)
-    folder.mkdir(parents=True)  # an existing folder is an error: nothing is overwritten
+    folder.mkdir(parents=True)  # an error if it exists: nothing is overwritten
     for source in SOURCES:
         transitions = make_source(env, expert, source, args.seed)
         (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
@@ -1448,10 +1435,8 @@ def to_rows(transitions, env) -> np.ndarray:
     given = transitions[0].keys()
     if "masks" not in given and "dones" not in given:
         raise ValueError("it has neither masks nor dones: expected at least one of them")
-    rows = np.zeros(len(transitions), make_row_dtype(env))
+    rows = np.full(len(transitions), np.nan, make_row_dtype(env))
     for name, column in COLUMNS.items():
-        if name in RATINGS and name not in given:
-            rows[column] = np.nan  # not known yet
         if name in OPTIONAL and name not in given:
             continue
         values = to_column(name, [transition[name] for transition in transitions], env.obs_keys)
@@ -1469,13 +1454,10 @@ def to_rows(transitions, env) -> np.ndarray:
         rows["masks"] = 1 - rows["dones"]
     if "dones" not in given:
         rows["dones"] = 1 - rows["masks"]
-    low, high = rows["masks"].min(), rows["masks"].max()
-    if low < 0 or high > 1:
-        raise ValueError(f"masks are from {low} to {high}: expected 0 to 1")
+    if (rows["masks"] < 0).any() or (rows["masks"] > 1).any():
+        raise ValueError("masks must be from 0 to 1")
     if (rows["weights"] <= 0).any():
-        raise ValueError(
-            f"the smallest of the weights is {rows['weights'].min()}: expected above 0"
-        )
+        raise ValueError("weights must be above 0")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
     rows["actions"] = rows["actions"].clip(-1, 1)
     return rows
@@ -1523,7 +1505,12 @@ def load_offline_data(args, env):
     for source, source_paths in paths.items():
         for path in source_paths:
             episodes.setdefault(source, []).extend(split_episodes(read_source(path, env)))
-    if not episodes and args.needs_data():  # the built-in task
+    if not episodes and args.needs_data():
+        if args.env_id != BUILT_IN:
+            sys.exit(
+                f"there are no offline data for {args.env_id}: give --offline-data-path, which "
+                "--make-data can write, or --preset scratch"
+            )
         for source in ("suboptimal", "random"):
             transitions = make_source(env, swing_up, source, args.seed)
             episodes[source] = split_episodes(to_rows(transitions, env))
@@ -1557,11 +1544,6 @@ def check_paths(args):
     """Exit with a message before anything is written."""
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
-        sys.exit(
-            f"there are no offline data for {args.env_id}: give --offline-data-path, which "
-            "--make-data can write, or --preset scratch"
-        )
     if args.ends_after_warmup():
         for path in (args.checkpoint_path, args.kept_rows_path()):
             if Path(path).exists():
@@ -1800,7 +1782,8 @@ def start_run(args, env, device):
 
 
 def hand_over(agent, offline_rb, env):
-    """Write the two files that --learner reads, the agent last: a resumed run comes here again."""
+    """Write the two files that --learner reads. A run that is killed here comes back with --resume.
+    The agent is written last: if it is there, both files are complete."""
     path = Path(agent.args.checkpoint_path)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

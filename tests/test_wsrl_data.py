@@ -276,7 +276,7 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
         (dict(actions=np.array(["a"] * 6)[:, None]), ["actions has the type <U1"]),
         (dict(rewards=np.zeros(5)), ["shorter"]),
-        (dict(weights=np.array([1, 1, 0, 1, 1, 1])), ["smallest of the weights is 0.0"]),
+        (dict(weights=np.array([1, 1, 0, 1, 1, 1])), ["weights must be above 0"]),
         ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
     ],
 )
