@@ -1415,17 +1415,12 @@ def read_transitions(path) -> list[dict]:
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def to_column(name, values, obs_keys) -> np.ndarray:
+def to_column(values, obs_keys) -> np.ndarray:
     """Numbers, vectors or dicts of vectors as float32. Axes of size 1 are removed.  -> (N,D)"""
     if isinstance(values[0], dict):
-        if not set(obs_keys) <= set(values[0]):
-            raise ValueError(f"{name} has {list(values[0])}: expected {obs_keys}")
-        parts = [to_column(key, [value[key] for value in values], ()) for key in obs_keys]
+        parts = [to_column([value[key] for value in values], obs_keys) for key in obs_keys]
         return np.concatenate(parts, axis=1)
-    column = np.array(values)
-    if column.dtype.kind not in "biuf":
-        raise ValueError(f"{name} has the type {column.dtype}: expected numbers")
-    return column.reshape(len(values), -1).astype(np.float32)
+    return np.array(values, np.float32).reshape(len(values), -1)
 
 
 def to_rows(transitions, env) -> np.ndarray:
@@ -1439,7 +1434,10 @@ def to_rows(transitions, env) -> np.ndarray:
     for name, column in COLUMNS.items():
         if name in OPTIONAL and name not in given:
             continue
-        values = to_column(name, [transition[name] for transition in transitions], env.obs_keys)
+        try:
+            values = to_column([transition[name] for transition in transitions], env.obs_keys)
+        except Exception as error:  # a key that is missing, text, rows of different lengths
+            raise ValueError(f"{name}: expected numbers in each row: {error!r}") from error
         expected = rows[column][0].size
         is_bad = ~np.isfinite(values).all(1) | (values.shape[1] != expected)
         if is_bad.any():
@@ -1473,7 +1471,7 @@ def read_source(path, env) -> np.ndarray:
         rows = to_rows(transitions, env)
     except (ValueError, pickle.UnpicklingError) as error:
         sys.exit(f"data file {path}: {error}")
-    except Exception as error:  # a damaged file can raise any type; KeyError names a missing column
+    except Exception as error:  # a damaged file can raise any type
         sys.exit(f"data file {path} cannot be read: {error!r}")
     if "masks" not in transitions[0]:
         print(f"{path} has no masks: each end of an episode counts as a termination")
@@ -1709,32 +1707,31 @@ LEARNER = dict(  # --learner takes all other options from the first command
 
 def saved_options(typed: FirstOptions) -> dict:
     """Options of the run that --resume continues, or of the warm-up that --learner continues"""
+    saved = {}
     path = Path(typed.run_dir or "", "args.json")
     if typed.resume and typed.run_dir and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8")) | dict(resume=True)
     elif typed.learner and typed.checkpoint_path:
         saved = read_checkpoint(typed.checkpoint_path)["args"] | LEARNER
         saved["checkpoint_path"] = typed.checkpoint_path
-    else:
-        return {}
-    return {name: saved[name] for name in vars(Args())}
+    return saved
 
 
 def parse_args() -> Args:
     """The defaults are the saved options, if there are any, else those of task and preset."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     saved = saved_options(typed)
-    defaults = Args()
-    for name, value in (saved or default_options(typed.env_id, typed.preset)).items():
-        setattr(defaults, name, value)  # Args checks them below, together with the typed options
+    # This skips the checks, because a typed option may correct a saved one.
+    defaults = object.__new__(Args)
+    vars(defaults).update(asdict(Args()) | (saved or default_options(typed.env_id, typed.preset)))
     args = tyro.cli(Args, description=__doc__, default=defaults)
     if saved and args.preset != saved["preset"]:
         sys.exit(
             f"--preset cannot change here from {saved['preset']}: type the options that differ"
         )
-    for name, value in saved.items():
-        if getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    for name, value in asdict(args).items():
+        if saved and value != saved[name]:
+            print(f"changed: --{name.replace('_', '-')} {saved[name]} -> {value}")
     return args
 
 

@@ -251,8 +251,12 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
     wrong = {
         "system": [Hostile()],
         "rewards of row 0": transitions(rewards=1e308),
-        "expected ['state']": transitions(observations=no_state),
-        "KeyError('actions')": [dict(observations=np.zeros(3), dones=True)],
+        "observations: expected numbers in each row: KeyError('state')": transitions(
+            observations=no_state
+        ),
+        "actions: expected numbers in each row: KeyError('actions')": [
+            dict(observations=np.zeros(3), dones=True)
+        ],
         "no transitions": [],
         "masks": transitions(masks=2.0),
         "big-endian": transitions(rewards=np.array(1.0, ">f8")),
@@ -274,7 +278,7 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
         (dict(actions=np.zeros((6, 2))), ["actions of row 0", "expected 1"]),
         (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
-        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions has the type <U1"]),
+        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions: expected numbers in each row"]),
         (dict(rewards=np.zeros(5)), ["shorter"]),
         (dict(weights=np.array([1, 1, 0, 1, 1, 1])), ["weights must be above 0"]),
         ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
