@@ -74,6 +74,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -178,7 +179,9 @@ class Args:
     dropout: float = 0.0  # share of hidden units dropped in updates of the actor, also online
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first online steps, without updates (random if untrained)
+    warmup_rollout_steps: int = (
+        0  # first online steps, which only collect data (untrained: at random)
+    )
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
@@ -200,7 +203,7 @@ class Args:
     offline_decay_rate: float = 0.999  # factor on this share per online step, also without updates
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # the highest rows are kept
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # highest values are kept
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -738,7 +741,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
             return rng.integers(len(self), size=num_rows), np.ones(num_rows)
         cumsum = self.priorities[: len(self)].cumsum()
         slots = cumsum.searchsorted(rng.random(num_rows) * cumsum[-1], side="right")
-        slots = slots.clip(max=len(self) - 1)  # rounding can give a number one too high
+        slots = slots.clip(max=len(self) - 1)  # rounding may lead beyond the last row
         probabilities = self.priorities[slots] / cumsum[-1]
         return slots, (len(self) * probabilities) ** -beta
 
@@ -1293,16 +1296,19 @@ def env_units(env, actions) -> np.ndarray:
 def obs_statistics(space, obs):
     """Mean and spread of the observations, or of the bounds of their space.  -> (D,), (D,)"""
     is_bounded = space.high.astype(np.float64) - space.low < 1e6
-    low = np.where(is_bounded, space.low, -1.0)
-    high = np.where(is_bounded, space.high, 1.0)
-    half_range = (high - low) / 2
+    low = np.where(is_bounded, space.low, 0.0)
+    high = np.where(is_bounded, space.high, 0.0)
+    half_range = (high - low) / 2  # 0 without bounds
     if len(obs) == 0:
-        return (high + low) / 2, np.where(half_range > 0, half_range, 1.0)
-    # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
-    # make all other states huge, so the spread is at least 0.3 of the half range of the space. The
-    # bounds should be those of real observations: with +-1000 the spread is 300 or more.
-    std = np.maximum(obs.std(0), 0.3 * half_range * is_bounded)
-    return obs.mean(0), np.where(std < 1e-6, 1.0, std)
+        mean = (high + low) / 2
+        std = half_range
+    else:
+        # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
+        # make all other states huge, so the bounds limit the spread from below. They should be
+        # those of real observations: with +-1000 the spread is 300 or more.
+        mean = obs.mean(0)
+        std = np.maximum(obs.std(0), 0.3 * half_range)
+    return mean, np.where(std < 1e-6, 1.0, std)
 
 
 # --- task: offline data ---
@@ -1616,9 +1622,11 @@ class Run:
 
             self.wandb = wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
+                # A resumed run has the same id, another folder has another.
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
                 resume="allow",
             )
 
@@ -1836,7 +1844,7 @@ def read_checkpoint(path) -> dict:
     """An agent that the warm-up or a whole run saved"""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        checkpoint["model"]  # latest.pth has other keys
+        checkpoint["model"]  # raises a KeyError if this is another file, such as latest.pth
     except Exception as error:  # a damaged file can raise any type
         sys.exit(f"{path} does not hold an agent: {type(error).__name__}: {error}")
     return checkpoint
