@@ -179,9 +179,7 @@ class Args:
     dropout: float = 0.0  # share of hidden units dropped in updates of the actor, also online
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = (
-        0  # first online steps, which only collect data (untrained: at random)
-    )
+    warmup_rollout_steps: int = 0  # first online steps, which only collect data (untrained: random)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
@@ -496,7 +494,7 @@ class WarmupAgent(nn.Module):
         return F.softplus(self.raw_alpha)  # stays positive
 
     def noise(self, like):
-        return torch.randn(like.shape).to(like)  # the same numbers on every device
+        return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
 
     def policy(self, features):
         """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
