@@ -13,7 +13,7 @@
     online, `online_steps` times:                                       (main, second loop)
         take a step in the environment, store it in online_rb           (take_step)
         `utd_ratio` times:
-            draw a batch from both buffers, update the agent            (learn)
+            draw a batch from both buffers, update; the actor only the last time    (learn)
 
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
@@ -39,7 +39,7 @@ agent and the kept rows, and ends. The second one (--learner) reads both and tra
 Only the command line applies a preset. In Python, write Args(**default_options(env_id, "wsrl")).
 
 Plain SAC can overestimate actions that the data lack, above all if the data are poor. The options
---offline-objective cql, calql and bc prevent this. The TD loss here lacks the factor 1/2 of the CQL
+--offline-objective cql, calql and bc reduce this. The TD loss here lacks the factor 1/2 of the CQL
 paper, so --cql-alpha 1 is an alpha of 0.5 there.
 
 Row weights change the offline share of the loss. A successful demonstration weighs up to 4.5, an
@@ -242,7 +242,8 @@ class Args:
             raise ValueError("--learner and --demo-path need --checkpoint-path")
         if self.checkpoint_path and Path(self.checkpoint_path) == Path(self.kept_rows_path()):
             raise ValueError("--checkpoint-path and --demo-path must be two files")
-        if self.has_data() and not self.needs_data():
+        data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
+        if data_paths and not self.needs_data():
             raise ValueError("the data files would not be read: there is no warm-up")
         if self.learner:
             if not self.online_steps:
@@ -264,9 +265,6 @@ class Args:
                 raise ValueError(
                     "--warmup-steps 0: an untrained critic cannot choose the kept rows"
                 )
-
-    def has_data(self) -> bool:
-        return bool(self.offline_data_path or self.suboptimal_data_path or self.random_data_path)
 
     def needs_data(self) -> bool:
         """Without a warm-up, data are still needed if they are kept for the online batches."""
@@ -696,7 +694,7 @@ def fill_in(episode, column, values):
 
 
 def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Hold out every tenth episode. Of a clone, only episodes that it imitates are counted.
+    """Hold out every tenth episode. For a clone only the episodes that it imitates count.
     -> training episodes, held-out episodes"""
     candidates = []
     for i, episode in enumerate(episodes):
@@ -1851,7 +1849,7 @@ def read_checkpoint(path) -> dict:
 class Signals:
     """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
 
-    After the first signal Python's own handlers are back, so a second one ends the run at once.
+    After the first signal the previous handlers are back, so a second one ends the run at once.
     """
 
     def __init__(self):
@@ -1864,7 +1862,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        print("signal received: the run saves and ends soon; a second signal ends it at once")
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 
