@@ -8,41 +8,51 @@
     read the offline data, give each row a weight                       (load_offline_data)
     warm-up, `warmup_steps` times:                                      (main, first loop)
         draw a batch of offline rows                                    (sample_mixed)
-        1 critics, 2 actor and temperature, 3 target networks           (agent.update)
-    keep some of the offline rows, release the others                   (filter_offline_data)
+        update critics, actor, temperature and target networks          (agent.update)
+    keep the best offline rows, release the others                      (end_warmup)
     online, `online_steps` times:                                       (main, second loop)
-        step the environment, store the transition in online_rb         (take_step)
-        `utd_ratio` times: draw from both buffers, update; the actor only the last time  (learn)
+        take a step in the environment, store it in online_rb           (take_step)
+        `utd_ratio` times:
+            draw a batch from both buffers, update; the actor only the last time    (learn)
 
 The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
-    warm-up: cloning       - the actor imitates the actions of the demonstrations, or of the best rows
+    warm-up: cloning       - the actor imitates the demonstrations, or else the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the offline updates. The WSRL paper uses this word for its first online steps, in
-which the policy is frozen. Here these steps are --warmup-rollout-steps.
+"Warm-up" means the offline updates here. In the WSRL paper it means the first online steps, with a
+frozen policy: these are --warmup-rollout-steps.
 
-You can split a run into two commands. The first one does the warm-up, writes --checkpoint-path and
-ends. The second one, with --learner, reads the files of the first one and trains online.
+A run can be split into two commands. The first one (--checkpoint-path) does the warm-up, writes the
+agent and the kept rows, and ends. The second one (--learner) reads both and trains online.
 
---preset chooses the method. The default, design, differs from WSRL in these points:
-    - plain SAC offline instead of Cal-QL, two critics instead of ten, one update per step, not four
-    - no steps with a frozen policy; some offline rows are kept and are a part of every batch
-    - prioritized draws, and weights of the rows in the losses
-Plain SAC can overestimate actions that the data lack, above all if the data are poor. The remedies
-are --offline-objective cql, calql and bc. The TD loss here lacks the 1/2 of the CQL paper, so
---cql-alpha 1 is an alpha of 0.5 there.
+--preset chooses the method: a set of defaults for other options.
+    design   the default: plain SAC offline, weighted losses, prioritized draws; the best offline
+             rows are kept and are a part of every online batch
+    wsrl     as in the paper: Cal-QL offline, first online steps with the frozen policy, no offline
+             rows online, ten critics, four updates per step
+    rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
+    bc       clones the demonstrations first
+    scratch  uses no offline data
+Only the command line applies a preset. In Python, write Args(**default_options(env_id, "wsrl")).
 
-The preset wsrl follows the paper in these points. rlpd follows arXiv:2302.02948, bc clones before
-it goes online, and scratch uses no offline data. Only the command line applies a preset. In Python,
-Args(preset="wsrl") sets a name; write Args(**default_options(env_id, "wsrl")).
+Plain SAC can overestimate actions that the data lack, above all if the data are poor. The options
+--offline-objective cql, calql and bc reduce this. The TD loss here lacks the factor 1/2 of the CQL
+paper, so --cql-alpha 1 is an alpha of 0.5 there.
+
+Row weights change the offline share of the loss. A successful demonstration weighs up to 4.5, an
+online row 1.0: if half of a batch are such rows, about 80 % of the loss are theirs.
 
 What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
 Observations are normalized. Networks have LayerNorm. All critics share one scale and one bias in
 each LayerNorm.
+
+A data file is a pickled list of transitions, or an .npz with a column for each of their names:
+observations, actions (in units of the environment), rewards, next_observations, masks (0 where the
+episode terminated), dones (1 where it ended). COLUMNS has the names that a file may add.
 
 Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
 the conservative term, K of them from each of three distributions.
@@ -64,11 +74,11 @@ import re
 import signal
 import sys
 import time
+import uuid
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import gymnasium as gym
@@ -91,9 +101,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(
-    warmup_rollout_steps=500
-)  # the 5,000 of the preset are too many for 2,000 online steps
+PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # of 2,000 online steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -116,8 +124,8 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    # Clone, then SAC with half of each batch offline (arXiv:2603.27400). No loss of the clone trains
-    # its standard deviation: its mean action is good before its first online samples are.
+    # Clone, then SAC with half of each batch offline (arXiv:2603.27400). Cloning trains the mean
+    # action only: the standard deviation is untrained when the online steps begin.
     "bc": dict(
         offline_objective="bc",
         retention_ratio=1.0,
@@ -145,7 +153,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     exp_name: str | None = None  # name that replaces {script} in the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
-    save_every: int = 10_000  # steps between checkpoints
+    save_every: int = 10_000  # steps between checkpoints; online they wait for an episode's end
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
@@ -162,22 +170,22 @@ class Args:
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, row weight 1.0
     random_data_path: list[str] = field(default_factory=list)  # random actions, row weight 0.5
-    demo_weight: float = 2.0  # row weight of demonstrations
+    demo_weight: float = 2.0  # row weight of demonstrations (not if the file has weights)
     success_weight_bonus: float = 1.5  # factor on the row weights of successful episodes
     reward_scale: float = 1.0  # factor on rewards in updates, not on logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
-    dropout: float = 0.0  # share of hidden units that are dropped when the actor is updated
+    dropout: float = 0.0  # share of hidden units dropped in updates of the actor, also online
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first online steps, without updates (random if untrained)
+    warmup_rollout_steps: int = 0  # first online steps, which only collect data (untrained: random)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
-    early_stop_patience: int = 0  # end the warm-up after so many checks without a new best (0: off)
+    early_stop_patience: int = 0  # hold out 1/10; end after so many of 20 checks without a new best
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -190,10 +198,10 @@ class Args:
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
     initial_offline_ratio: float = 1.0  # offline share of a batch when the online steps begin
-    offline_decay_rate: float = 0.999  # factor on this share per online step
+    offline_decay_rate: float = 0.999  # factor on this share per online step, also without updates
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
-    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # highest rows are kept
+    retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # highest values are kept
     weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
@@ -206,76 +214,69 @@ class Args:
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                option = name.replace("_", "-")
-                raise ValueError(f"--{option} {value}: must be finite and not negative")
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option}: must be finite and not negative")
         for name in (
             "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
             "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
             "demo_weight", "success_weight_bonus",
         ):  # fmt: skip
             if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} 0: must not be 0")
+                raise ValueError(f"--{name.replace('_', '-')} 0: must be positive")
         for name in (
             "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
             "min_offline_ratio", "retention_ratio", "priority_alpha",
         ):  # fmt: skip
             if getattr(self, name) > 1:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{option}: must be from 0 to 1")
-        if self.online_steps and self.online_steps <= self.warmup_rollout_steps:
-            raise ValueError(
-                f"--online-steps {self.online_steps}: must be 0 or more than "
-                f"--warmup-rollout-steps ({self.warmup_rollout_steps}), else it learns nothing online"
-            )
+                raise ValueError(f"{option}: must be in [0, 1]")
         if self.min_offline_ratio > self.initial_offline_ratio:
-            raise ValueError(
-                f"--min-offline-ratio {self.min_offline_ratio}: must be at most "
-                f"--initial-offline-ratio ({self.initial_offline_ratio})"
-            )
-        if self.initial_offline_ratio and not self.retention_ratio:
-            raise ValueError(
-                "--retention-ratio 0 needs --initial-offline-ratio 0: no rows are left"
-            )
-        if (self.learner or self.demo_path) and not self.checkpoint_path:
-            raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.learner and bool(self.demo_path) != bool(self.initial_offline_ratio):
-            raise ValueError(
-                "--learner needs --demo-path if --initial-offline-ratio is above 0, and only then"
-            )
-        if self.checkpoint_path and not self.learner and not self.warmup_steps:
-            raise ValueError("--checkpoint-path needs --learner or --warmup-steps of 1 or more")
-        keeps_some = 0 < self.retention_ratio < 1 and self.retention_by == "td_error"
-        if keeps_some and not self.warmup_steps and not self.learner:
-            raise ValueError(
-                "without --warmup-steps, --retention-by td_error has no trained critic"
-            )
-        if not self.online_steps and (self.learner or not self.warmup_steps):
-            raise ValueError("--online-steps 0 without a warm-up: nothing would be learned")
-        if self.early_stop_patience and not self.warmup_steps and not self.learner:
-            raise ValueError("--early-stop-patience needs a warm-up, but --warmup-steps is 0")
-        if self.offline_objective in ("cql", "calql") and not self.cql_alpha:
-            raise ValueError(
-                f"--cql-alpha 0 makes --offline-objective {self.offline_objective} sac"
-            )
-        if self.expert_path and not self.make_data:
-            raise ValueError("--expert-path is read by --make-data only")
-        if self.has_data() and not self.needs_data():
-            raise ValueError("the data paths would not be read: there is no warm-up")
+            raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
+        if 0 < self.online_steps <= self.warmup_rollout_steps:
+            raise ValueError("--online-steps must be above --warmup-rollout-steps, or 0")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
-        if self.checkpoint_path and not self.demo_path and not self.learner:
-            self.demo_path = str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
-
-    def has_data(self) -> bool:
-        return bool(self.offline_data_path or self.suboptimal_data_path or self.random_data_path)
+        if self.expert_path and not self.make_data:
+            raise ValueError("--expert-path needs --make-data")
+        if (self.learner or self.demo_path) and not self.checkpoint_path:
+            raise ValueError("--learner and --demo-path need --checkpoint-path")
+        if self.checkpoint_path and Path(self.checkpoint_path) == Path(self.kept_rows_path()):
+            raise ValueError("--checkpoint-path and --demo-path must be two files")
+        data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
+        if data_paths and not self.needs_data():
+            raise ValueError("the data files would not be read: there is no warm-up")
+        if self.learner:
+            if not self.online_steps:
+                raise ValueError("--learner needs --online-steps")
+            if self.initial_offline_ratio and not self.demo_path:
+                raise ValueError("--learner needs --demo-path or --initial-offline-ratio 0")
+            if self.demo_path and not self.initial_offline_ratio:
+                raise ValueError("--demo-path needs an --initial-offline-ratio above 0")
+            return
+        if self.initial_offline_ratio and not self.retention_ratio:
+            raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
+        if not self.warmup_steps:
+            if self.checkpoint_path or self.early_stop_patience or not self.online_steps:
+                raise ValueError(
+                    "--warmup-steps 0 excludes --checkpoint-path, --early-stop-patience "
+                    "and --online-steps 0"
+                )
+            if 0 < self.retention_ratio < 1 and self.retention_by == "td_error":
+                raise ValueError(
+                    "--warmup-steps 0: an untrained critic cannot choose the kept rows"
+                )
 
     def needs_data(self) -> bool:
         """Without a warm-up, data are still needed if they are kept for the online batches."""
         return not self.learner and (self.warmup_steps > 0 or self.retention_ratio > 0)
 
     def ends_after_warmup(self) -> bool:
-        """This is the first of two commands."""
+        """Whether this is the first of two commands"""
         return self.checkpoint_path is not None and not self.learner
+
+    def kept_rows_path(self) -> str:
+        """The file in which the first command leaves the kept rows for the second one"""
+        return self.demo_path or str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
 
 
 WSRLConfig = Args  # another name for imports
@@ -293,12 +294,11 @@ def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
 
 
 def add_dropout(network, dropout):  # warm-up: overfitting
-    layers = []
-    for layer in network:
-        layers.append(layer)
+    """Put dropout behind each ReLU. The layers keep their names, so every checkpoint fits."""
+    for i, layer in enumerate(network):
         if isinstance(layer, nn.ReLU):
-            layers.append(nn.Dropout(dropout))
-    return nn.Sequential(*layers)
+            network[i] = nn.Sequential(layer, nn.Dropout(dropout))
+    return network
 
 
 class EnsembleLinear(nn.Module):
@@ -313,8 +313,8 @@ class EnsembleLinear(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, x):
-        x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in)
-        if self.weight.shape[-1] == 1:  # faster than a matrix product with one column
+        x = x.expand(len(self.weight), -1, -1)  # the first layer gets (N,in), the others (E,N,in)
+        if self.weight.shape[-1] == 1:  # the last layer: faster than baddbmm with one column
             return (x * self.weight.mT).sum(-1, keepdim=True) + self.bias
         return torch.baddbmm(self.bias, x, self.weight)
 
@@ -363,7 +363,8 @@ def td_target(rewards, masks, next_value, gamma):
 
 def conservative_gap(q_values, log_densities, data_q_values):
     """log sum_m exp(Q(s,a_m) - log mu(a_m)) - Q(s,a).  (E,M,N), (M,N), (E,N) -> (E,N)"""
-    assert q_values.shape[1:] == log_densities.shape and q_values[:, 0].shape == data_q_values.shape
+    assert q_values.shape[1:] == log_densities.shape  # broadcasting would hide a bug
+    assert q_values[:, 0].shape == data_q_values.shape
     return torch.logsumexp(q_values - log_densities, 1) - data_q_values
 
 
@@ -386,8 +387,8 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
 def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts the sum. With constant rewards and gamma 0.99, G is 37 % too small 100 steps
-    before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
+    A time limit cuts this sum off. With constant rewards and gamma 0.99, |G| is 37 % too small 100
+    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
     less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
@@ -433,15 +434,16 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     for optimizer in optimizers:
         optimizer.zero_grad()
         parameters += optimizer.param_groups[0]["params"]
-    loss.backward(inputs=parameters)  # the actor's loss leaves no gradient in the critics
+    # No other parameter gets a gradient: the loss of the actor leaves none in the critics.
+    loss.backward(inputs=parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    is_bad = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_bad.device.type == "mps" and is_bad:  # fused Adam ignores found_inf on this device
-        return is_bad
+    is_skipped = (~nn.utils.get_total_norm(grads).isfinite()).float()
+    if is_skipped.device.type == "mps" and is_skipped:  # on this device Adam ignores found_inf
+        return is_skipped
     for optimizer in optimizers:
-        optimizer.found_inf = is_bad  # 1 makes fused Adam skip the step, as GradScaler does
+        optimizer.found_inf = is_skipped  # if it is 1, fused Adam skips the step on the device
         optimizer.step()
-    return is_bad
+    return is_skipped
 
 
 class WarmupAgent(nn.Module):
@@ -454,8 +456,8 @@ class WarmupAgent(nn.Module):
     actor_weights              (N,)   in the loss of the actor, with a mean of 1
     is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
 
-    `update` gets rewards and returns times reward_scale (sample_mixed). `judge` gets rows of a buffer
-    and scales the rewards itself.
+    `update` gets rewards and returns times reward_scale, see sample_mixed. `judge` gets rows of a
+    buffer and scales the rewards itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -490,7 +492,7 @@ class WarmupAgent(nn.Module):
         return F.softplus(self.raw_alpha)  # stays positive
 
     def noise(self, like):
-        return torch.randn(like.shape).to(like)  # the same numbers on every device
+        return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
 
     def policy(self, features):
         """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
@@ -509,9 +511,7 @@ class WarmupAgent(nn.Module):
             next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
-            if (
-                method == "bc"
-            ):  # warm-up: cloning; the std is untrained noise, so take the mean action
+            if method == "bc":  # warm-up: cloning; it does not train the std, so take the mean
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
             next_q = self.critic_target(next_features, next_actions)  # (E,N)
@@ -548,12 +548,12 @@ class WarmupAgent(nn.Module):
             actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
-            # warm-up: cloning
+            # warm-up: cloning; the mean over the cloned rows, however few the batch has
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
             num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
             bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
             bc_loss = bc_loss / num_cloned_rows
-            if method == "bc":  # instead of SAC; the temperature is not trained either
+            if method == "bc":  # replaces the losses of SAC, that of the temperature, too
                 actor_losses = {"actor_loss": bc_loss}
             elif args.bc_weight:
                 actor_losses["bc_loss"] = args.bc_weight * bc_loss
@@ -566,7 +566,7 @@ class WarmupAgent(nn.Module):
             torch._foreach_lerp_(slow, list(self.critic.parameters()), args.tau)
         stats = critic_losses | actor_losses
         stats |= {"q_values": q_values.mean(), "alpha": self.alpha()}
-        stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,), error of the mean critic
+        stats["td_errors"] = td_errors.mean(0)  # warm-up: replay; (N,), the mean over the critics
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
@@ -586,7 +586,7 @@ class WarmupAgent(nn.Module):
         log_densities = torch.cat(log_densities)  # (M,N)
         action_q = self.critic(features.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
-        if method == "calql":  # values of the policy are not pushed below the return of the data
+        if method == "calql":  # raise the values of the policy's actions to the return of the data
             uniform_q, policy_q = action_q.split([len(uniform), 2 * len(uniform)], 1)
             action_q = torch.cat([uniform_q, policy_q.maximum(batch["returns"])], 1)
         return conservative_gap(action_q, log_densities, q_values).mean()
@@ -603,7 +603,8 @@ class WarmupAgent(nn.Module):
         next_features = self.normalizer(batch["next_obs"])
         next_mean, _ = self.policy(next_features)
         next_q = self.critic_target(next_features, next_mean.tanh())
-        next_value = next_q[: self.args.num_sampled_critics].min(0).values  # as many as in training
+        # The minimum is over as many critics as in training, here always the first ones.
+        next_value = next_q[: self.args.num_sampled_critics].min(0).values
         rewards = self.args.reward_scale * batch["rewards"]
         targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
         q_values = self.critic(features, batch["actions"])
@@ -642,43 +643,50 @@ class WarmupAgent(nn.Module):
         self.updates = checkpoint["updates"]
 
     @classmethod
+    def from_checkpoint(cls, checkpoint, device, args):
+        """The agent of a checkpoint, which goes on with these options"""
+        mean = checkpoint["model"]["normalizer.mean"]
+        std = checkpoint["model"]["normalizer.std"]
+        agent = cls(mean, std, checkpoint["action_dim"], device, args)
+        agent.restore(checkpoint)
+        return agent
+
+    @classmethod
     def load(cls, path, device="cpu"):
         """The agent of final_model.pth. Sizes and options come from the file."""
         checkpoint = read_checkpoint(path)
-        model = checkpoint["model"]
-        mean, std = model["normalizer.mean"], model["normalizer.std"]
-        agent = cls(mean, std, checkpoint["action_dim"], device, Args(**checkpoint["args"]))
-        agent.restore(checkpoint)
-        return agent
+        return cls.from_checkpoint(checkpoint, device, Args(**checkpoint["args"]))
 
 
 # --- row weights ---
 def rate_episodes(args, episodes: dict[str, list]):
-    """Fill the columns of RATINGS where the data file has none."""
-    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
+    """Fill the columns that a data file lacks, which are NaN. `episodes` has a list per source."""
     every_episode = sum(episodes.values(), [])
+    if not every_episode:
+        return
+    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
     returns = [episode["rewards"].sum() for episode in every_episode]
-    return_range = (min(returns, default=0.0), max(returns, default=1.0))
-    max_length = max(map(len, every_episode), default=1)
+    return_range = (min(returns), max(returns))
+    max_length = max(map(len, every_episode))
     for source, source_episodes in episodes.items():
         for episode in source_episodes:
             quality = compute_data_quality(episode, return_range, max_length)
+            # A file has no info of the environment, which says at evaluations what success is.
             success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
             bonus = args.success_weight_bonus if success else 1.0
             # warm-up: weights; a quality of 0.5 is neutral
             fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
             fill_in(episode, "quality", quality)
             fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations, or else the best quarter of the rows
-    threshold = 0.0
-    if every_episode:
-        threshold = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
+    # warm-up: cloning; it imitates the demonstrations, or else the quarter of the rows with the
+    # best quality, and rows that are as good as the last of them.
+    limit = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
     for source, source_episodes in episodes.items():
         for episode in source_episodes:
-            is_cloned = source == "demos"
-            if "demos" not in episodes:
-                is_cloned = episode["quality"] >= threshold
-            fill_in(episode, "is_cloned", is_cloned)
+            if "demos" in episodes:
+                fill_in(episode, "is_cloned", source == "demos")
+            else:
+                fill_in(episode, "is_cloned", episode["quality"] >= limit)
 
 
 def fill_in(episode, column, values):
@@ -686,21 +694,17 @@ def fill_in(episode, column, values):
 
 
 def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Every tenth episode is not trained on. For a clone, only episodes that it imitates count.
+    """Hold out every tenth episode. For a clone only the episodes that it imitates count.
     -> training episodes, held-out episodes"""
-    training = []
-    heldout = []
-    num_candidates = 0
-    for episode in episodes:
-        is_candidate = len(episode) > 0 and (episode["is_cloned"].any() or not is_clone)
-        num_candidates += is_candidate
-        if is_candidate and num_candidates % 10 == 0:
-            heldout.append(episode)
-        else:
-            training.append(episode)
-    if not heldout:
-        sys.exit("--early-stop-patience needs ten episodes or more; bc needs ten to imitate")
-    return training, heldout
+    candidates = []
+    for i, episode in enumerate(episodes):
+        if not is_clone or episode["is_cloned"].any():
+            candidates.append(i)
+    if len(candidates) < 10:
+        sys.exit(f"--early-stop-patience needs ten episodes: {len(candidates)} can be held out")
+    heldout = set(candidates[9::10])
+    training = [episode for i, episode in enumerate(episodes) if i not in heldout]
+    return training, [episodes[i] for i in sorted(heldout)]
 
 
 # --- buffer ---
@@ -718,13 +722,12 @@ class PrioritizedReplayBuffer:  # warm-up: replay
     def __len__(self):
         return min(self.num_written, len(self.rows))
 
-    def extend(self, rows) -> np.ndarray:
-        """Write rows after the newest one.  -> their slots (N,)"""
+    def extend(self, rows):
+        """Write rows after the newest one. They have the highest priority until they are drawn."""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
-        self.priorities[slots] = self.max_priority  # until the first draw gives it a TD error
+        self.priorities[slots] = self.max_priority
         self.num_written += len(rows)
-        return slots
 
     def sample(self, num_rows, beta, rng):
         """Draw with replacement.  -> slots (N,), importance weights (N,)"""
@@ -734,7 +737,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
             return rng.integers(len(self), size=num_rows), np.ones(num_rows)
         cumsum = self.priorities[: len(self)].cumsum()
         slots = cumsum.searchsorted(rng.random(num_rows) * cumsum[-1], side="right")
-        slots = slots.clip(max=len(self) - 1)  # a draw may round up to the sum
+        slots = slots.clip(max=len(self) - 1)  # rounding may lead beyond the last row
         probabilities = self.priorities[slots] / cumsum[-1]
         return slots, (len(self) * probabilities) ** -beta
 
@@ -753,23 +756,25 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return kept
 
     def state_dict(self):
-        """Rows in the order in which they were written, the oldest first"""
-        slots = np.arange(self.num_written - len(self), self.num_written) % max(1, len(self.rows))
+        """The written part of the ring"""
         return dict(
-            rows=torch.tensor(self.rows[slots].view(np.uint8)),
-            priorities=torch.tensor(self.priorities[slots]),
+            rows=torch.from_numpy(self.rows[: len(self)].view(np.uint8)),
+            priorities=torch.from_numpy(self.priorities[: len(self)]),
             max_priority=self.max_priority,
             num_written=self.num_written,
-            capacity=len(self.rows),
         )
 
     def load_state_dict(self, state):
-        rows = state["rows"].numpy().view(self.rows.dtype)
-        if len(self.rows) == state["capacity"]:  # else the first row goes into the first slot
-            self.num_written = state["num_written"] - len(rows)
-        slots = self.extend(rows)
-        self.priorities[slots] = state["priorities"].numpy()
+        """This buffer must have the capacity of the saved one."""
+        self.num_written = state["num_written"]
+        self.rows[: len(self)] = state["rows"].numpy().view(self.rows.dtype)
+        self.priorities[: len(self)] = state["priorities"].numpy()
         self.max_priority = state["max_priority"]
+
+
+def make_buffer(args, capacity, env) -> PrioritizedReplayBuffer:
+    alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
+    return PrioritizedReplayBuffer(capacity, make_row_dtype(env), alpha)
 
 
 def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
@@ -779,11 +784,17 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
         return rows["rewards"]
     if retention_by == "quality":
         return rows["quality"]
-    priorities = []
-    for start in range(0, len(rows), 4096):
-        batch = to_tensors(rows[start : start + 4096], agent.raw_alpha.device)
-        priorities.append(agent.judge(batch)["td_errors"].mean(0).abs().cpu().numpy())
-    return np.concatenate(priorities)
+    return judge_in_parts(agent, to_tensors(rows, "cpu"))["td_errors"].mean(0).abs().numpy()
+
+
+def judge_in_parts(agent, columns) -> dict:
+    """agent.judge of many rows, 4096 at a time"""
+    device = agent.raw_alpha.device
+    parts = []
+    for start in range(0, len(columns["rewards"]), 4096):
+        batch = {name: x[start : start + 4096].to(device) for name, x in columns.items()}
+        parts.append(agent.judge(batch))
+    return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in parts[0]}
 
 
 def filter_offline_data(  # warm-up: replay
@@ -798,8 +809,8 @@ def filter_offline_data(  # warm-up: replay
 
 
 def split_rows(batch_size, offline_ratio, num_offline, num_online):
-    """How many rows of a batch come from (offline, online). An empty buffer gives none. Offline rows
-    replace online rows that do not exist yet, unless the offline share is 0."""
+    """How many rows of a batch come from (offline, online), where both buffers have some. Offline
+    rows replace online rows that do not exist yet, unless the offline share is 0."""
     if num_online == 0:
         return batch_size, 0
     if num_offline == 0 or offline_ratio == 0:
@@ -844,7 +855,8 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
         critic_weights = importance * rows["weights"]
     if args.weighted_loss == "both":
         actor_weights = rows["weights"]
-    rows["rewards"] *= args.reward_scale  # `rows` is a copy; the buffers keep the unscaled rewards
+    # These rows are copies. The buffers keep rewards and returns as they were.
+    rows["rewards"] *= args.reward_scale
     rows["returns"] *= args.reward_scale
     batch = to_tensors(rows, agent.raw_alpha.device)
     for name, weights in (("critic_weights", critic_weights), ("actor_weights", actor_weights)):
@@ -958,28 +970,21 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
     """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
 
     With bc the error is the distance of the actor's actions to those of the rows. Otherwise it is
-    the squared TD error of the critics over the variance of the targets, because the TD error alone
-    is smallest while all values are near 0."""
-    device = agent.raw_alpha.device
-    batch = {name: column.to(device) for name, column in progress.heldout.items()}
-    judged = agent.judge(batch)
+    the squared TD error of the critics over the variance of their targets, because the TD error
+    alone is smallest while all values are near 0. It shows critics that fit the held-out rows worse
+    than before. It does not show values that are too high everywhere: both parts grow with them."""
+    judged = judge_in_parts(agent, progress.heldout)
     if agent.args.offline_objective == "bc":
-        error = (judged["clone_errors"] * batch["is_cloned"]).sum() / batch["is_cloned"].sum()
+        is_cloned = progress.heldout["is_cloned"]
+        error = (judged["clone_errors"] * is_cloned).sum() / is_cloned.sum()
     else:
         error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
-    error = float(error)
-    if math.isnan(error):
-        error = math.inf  # min() cannot compare NaN
-    progress.heldout_errors.append(error)
-    if error == min(progress.heldout_errors):
+    progress.checks_since_best += 1
+    if error < progress.best_error:
+        progress.best_error = error.item()
         progress.best_agent = agent.checkpoint()
-    return error
-
-
-def is_overfitting(heldout_errors, patience) -> bool:
-    """True if the last `patience` checks were not better than an earlier one"""
-    best_check = heldout_errors.index(min(heldout_errors))
-    return len(heldout_errors) - 1 - best_check >= patience
+        progress.checks_since_best = 0
+    return error.item()
 
 
 # --- main ---
@@ -992,10 +997,12 @@ class Progress:
     env_steps: int = 0  # of online training
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
+    newest: dict = field(default_factory=dict)  # last value of each metric
     data_returns: dict = field(default_factory=dict)  # mean return of each source
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
-    heldout_errors: list[float] = field(default_factory=list)
-    best_agent: dict | None = None  # checkpoint at the smallest of these errors
+    best_error: float = math.inf  # smallest error on these rows
+    best_agent: dict | None = None  # checkpoint of the agent that had it
+    checks_since_best: int = 0
 
     @property
     def global_step(self):
@@ -1005,57 +1012,31 @@ class Progress:
 def main(args: Args) -> dict[str, float]:
     if args.make_data:
         return make_data(args)
-    if args.exp_name and not args.run_dir:
-        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
-        args = replace(args, run_dir=f"runs/{name}")
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     env = make_gym_env(args.env_id)
-    is_resumed = args.resume and Path(args.run_dir, "latest.pth").exists()
-    progress = Progress()
-    row_dtype = make_row_dtype(env)
-    rows = np.zeros(0, row_dtype)
-    if not is_resumed:  # there is no run folder yet, so a bad data file leaves nothing behind
-        check_paths(args)
-        rows, heldout_rows, progress.data_returns = load_offline_data(args, env)
-        progress.heldout = to_tensors(heldout_rows, "cpu")
-    mean, std = obs_statistics(env.observation_space, rows["obs"])
-    agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
-    alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
-    online_rb = PrioritizedReplayBuffer(args.buffer_size, row_dtype, alpha)
-    offline_rb = PrioritizedReplayBuffer(len(rows), row_dtype, alpha)
-    offline_rb.extend(rows)
-    del rows  # the buffer has a copy, and retention releases the rows that it does not keep
-    if args.learner and not is_resumed:
-        agent.restore(read_checkpoint(args.checkpoint_path))
-        progress.warmup_updates = agent.updates
-        progress.is_online = True
-    elif args.warmup_steps == 0:
-        offline_rb = filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
-        progress.is_online = True
-
-    run = Run(args)
+    # load_run continues a run at its checkpoint. start_run begins a new one: with an untrained
+    # agent, or with --learner where the first command ended, so that the first loop is skipped.
+    if args.resume and Path(args.run_dir, "latest.pth").exists():
+        run, agent, offline_rb, online_rb, progress = load_run(args, env, device)
+    else:
+        run, agent, offline_rb, online_rb, progress = start_run(args, env, device)
     signals = Signals()
-    if is_resumed:
-        progress, offline_rb = load_run(run, agent, online_rb)
-        if args.early_stop_patience and not progress.is_online and not len(progress.heldout["obs"]):
-            sys.exit("--resume cannot add --early-stop-patience: no episodes were held out")
-    last_env_step = 0 if args.ends_after_warmup() else args.online_steps
-    last_step = max(progress.warmup_updates, args.warmup_steps) + last_env_step
-    if not run.rows:
-        start = {"global_step": progress.global_step, "charts/env_steps": 0}
-        run.log(start | evaluate_policy(agent, env, args.eval_episodes))
     is_stopped = False
-    bar = tqdm(total=last_step, initial=progress.global_step, disable=None, file=sys.stdout)
+    last_env_step = 0 if args.ends_after_warmup() else args.online_steps
+    bar = tqdm(
+        total=args.warmup_steps + last_env_step,
+        initial=progress.global_step,
+        disable=None,
+        file=sys.stdout,
+    )
 
     # Offline: the warm-up updates the agent on offline rows.
+    total_steps = args.warmup_steps + args.online_steps
     check_every = max(1, args.warmup_steps // 20)
     while not progress.is_online and not is_stopped:
         # 1 update
         progress.warmup_updates += 1
-        beta = priority_beta_schedule(
-            progress.warmup_updates / (args.warmup_steps + args.online_steps)
-        )
         learn(
             agent,
             offline_rb,
@@ -1063,32 +1044,25 @@ def main(args: Args) -> dict[str, float]:
             progress,
             method=args.offline_objective,
             offline_ratio=1.0,
-            beta=beta,
+            beta=priority_beta_schedule(progress.warmup_updates / total_steps),
             obs_noise=args.obs_noise,
         )
 
-        # 2 the warm-up ends after warmup_steps or early: keep some of the offline rows
+        # 2 end the warm-up after its last step, or early
         row = {}
-        is_over = progress.warmup_updates >= args.warmup_steps
-        if args.early_stop_patience and (is_over or progress.warmup_updates % check_every == 0):
+        is_last = progress.warmup_updates >= args.warmup_steps
+        if args.early_stop_patience and (is_last or progress.warmup_updates % check_every == 0):
             row["losses/heldout_error"] = check_heldout(agent, progress)
-            if not is_over and is_overfitting(progress.heldout_errors, args.early_stop_patience):
+            if not is_last and progress.checks_since_best >= args.early_stop_patience:
                 tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
-                is_over = True
-        if is_over:
-            progress.is_online = True
-            if progress.best_agent:
-                # The number of updates goes on, and with it the seeds of draws and noise.
-                agent.restore(progress.best_agent | {"updates": agent.updates})
-                progress.best_agent = None
-            offline_rb = filter_offline_data(
-                offline_rb, args.retention_ratio, args.retention_by, agent
-            )
+                is_last = True
+        if is_last:
+            offline_rb = end_warmup(agent, offline_rb, progress)
 
         # 3 evaluate
-        if is_over or progress.warmup_updates % args.eval_every == 0:
+        if is_last or progress.warmup_updates % args.eval_every == 0:
             row |= evaluate_policy(agent, env, args.eval_episodes)
-        if is_over:
+        if is_last:
             print_switch(progress.data_returns, row["eval/episodic_return"])
 
         # 4 log
@@ -1096,20 +1070,20 @@ def main(args: Args) -> dict[str, float]:
             log_line(run, agent, offline_rb, online_rb, progress, row, bar)
         bar.update()
 
-        # 5 save; latest.pth is written last, so that a run killed here repeats this step
-        if is_over and args.checkpoint_path:
-            write_transitions(args.demo_path, offline_rb.rows, env)
-            write_checkpoint(Path(args.checkpoint_path), **agent.checkpoint())
-        if is_over or progress.global_step % args.save_every == 0 or signals.received:
+        # 5 save
+        if is_last or progress.global_step % args.save_every == 0 or signals.received:
             save_run(run, agent, offline_rb, online_rb, progress)
-            is_stopped = signals.received and not (is_over and last_env_step == 0)
+            is_stopped = signals.received
 
-    if progress.env_steps == 0 and last_env_step and args.capture_video and not is_stopped:
+    if progress.is_online and args.ends_after_warmup():
+        hand_over(agent, offline_rb, env)
+        is_stopped = False  # there is nothing left to do
+    if progress.env_steps == 0 < last_env_step and args.capture_video and not is_stopped:
         write_video(run.dir / "policy_before.gif", agent, env)
 
     # Online: the environment is stepped, and batches have rows of both buffers.
-    total_steps = progress.warmup_updates + args.online_steps
-    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
+    total_steps = progress.warmup_updates + args.online_steps  # fewer after an early stop
+    bar.total = progress.warmup_updates + last_env_step
     obs = None  # between two episodes
     is_eval_due = False
     is_save_due = False
@@ -1123,12 +1097,9 @@ def main(args: Args) -> dict[str, float]:
             raise
         progress.env_steps = env_step
         online_rb.extend(transition)
-        for name, value in episode.items():
-            progress.window.append({name: value})
+        progress.window.append(episode)
 
         # 2 update, after the first warmup_rollout_steps
-        offline_ratio = offline_ratio_at(args, env_step)
-        beta = priority_beta_schedule(progress.global_step / total_steps)
         num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
         for i in range(num_updates):  # SAC, whatever the objective of the warm-up was
             learn(
@@ -1137,17 +1108,16 @@ def main(args: Args) -> dict[str, float]:
                 online_rb,
                 progress,
                 train_actor=i == num_updates - 1,
-                offline_ratio=offline_ratio,
-                beta=beta,
+                offline_ratio=offline_ratio_at(args, env_step),
+                beta=priority_beta_schedule(progress.global_step / total_steps),
             )
 
         # 3 evaluate between two episodes, and after the last step
         row = {}
         is_last = env_step == last_env_step
         episode_ended = obs is None
-        if is_last or env_step % args.eval_every == 0:
-            is_eval_due = True
-        if is_eval_due and (episode_ended or is_last):
+        is_eval_due = is_eval_due or env_step % args.eval_every == 0
+        if is_last or (is_eval_due and episode_ended):
             is_eval_due = False
             row = evaluate_policy(agent, env, args.eval_episodes)
 
@@ -1157,11 +1127,10 @@ def main(args: Args) -> dict[str, float]:
         bar.update()
 
         # 5 save between two episodes, and after the last step
-        if progress.global_step % args.save_every == 0:
-            is_save_due = True
+        is_save_due = is_save_due or progress.global_step % args.save_every == 0
         if is_last or (episode_ended and (is_save_due or signals.received)):
-            save_run(run, agent, offline_rb, online_rb, progress)
             is_save_due = False
+            save_run(run, agent, offline_rb, online_rb, progress)
             is_stopped = signals.received and not is_last
 
     bar.close()
@@ -1174,33 +1143,49 @@ def main(args: Args) -> dict[str, float]:
     return run.rows[-1]
 
 
+def end_warmup(agent, offline_rb, progress):
+    """Take the best weights that were checked, and keep some of the rows.  -> offline buffer"""
+    args = agent.args
+    progress.is_online = True
+    if progress.best_agent:
+        # The number of updates goes on, because it seeds the draws and the noise.
+        agent.restore(progress.best_agent | {"updates": agent.updates})
+        progress.best_agent = None
+    return filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+
+
 def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
     """Log `row` and the means since the last line. Show the newest numbers."""
+    num_skipped = agent.skipped_steps.item()
+    if num_skipped - progress.newest["losses/skipped_steps"] > len(progress.losses) / 2:
+        tqdm.write("warning: gradients are not finite, most updates are skipped: check the data")
     steps_done = progress.global_step - run.rows[0]["global_step"]  # --learner begins above 0
     row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
     row |= {
         "charts/env_steps": progress.env_steps,
         "charts/updates": agent.updates,
         "charts/SPS": steps_done / (time.time() - run.start_time),
-        "losses/skipped_steps": agent.skipped_steps.item(),
+        "losses/skipped_steps": num_skipped,
         "buffer/online_size": len(online_rb),
         "buffer/offline_size": len(offline_rb),
     }
     progress.losses = []
     progress.window = []
     run.log({"global_step": progress.global_step} | row)
-    newest = {}
-    for line in run.rows:
-        newest |= line
-    show_status(bar, newest)
+    progress.newest |= run.rows[-1]
+    show_status(bar, progress.newest)
 
 
 def print_switch(data_returns, policy_return):
     """Say which had the higher return, the policy or its data (arXiv:2510.01460)."""
     best = max(data_returns.values())
-    better = "policy" if policy_return >= best else "data"
-    comparison = f"return of the policy {policy_return:.1f}, of the best data {best:.1f}"
-    tqdm.write(f"after the warm-up: {comparison}: trust the {better}")
+    advice = "go online from the policy"
+    if policy_return < best:
+        advice = "the data are better: try --preset bc or --retention-ratio 1"
+    tqdm.write(
+        f"after the warm-up the return of the policy is {policy_return:.1f}, "
+        f"that of the best data {best:.1f}: {advice}"
+    )
 
 
 def mean_of_each(rows: list[dict]) -> dict[str, float]:
@@ -1239,7 +1224,7 @@ def show_status(bar, metrics: dict):
 
 def finish_run(args, run, agent, env):
     """Save the policy, and show it."""
-    write_checkpoint(run.dir / "final_model.pth", **agent.checkpoint())
+    write_checkpoint(run.dir / "final_model.pth", agent.checkpoint())
     if args.capture_video:
         write_video(run.dir / "policy.gif", agent, env)
     panels = {
@@ -1248,19 +1233,19 @@ def finish_run(args, run, agent, env):
         "mean Q value": ["losses/q_values"],
     }
     run.finish(panels, "updates of the warm-up, then environment steps")
-    returns = [row["eval/episodic_return"] for row in run.rows if "eval/episodic_return" in row]
-    steps = f"{run.rows[-1]['charts/env_steps']} environment steps"
+    first = run.rows[0]
+    last = run.rows[-1]
     print(
-        f"eval/episodic_return {returns[0]:.1f} -> {returns[-1]:.1f}, {steps}, {run.rows[-1]['time']:.0f} s"
+        f"eval/episodic_return {first['eval/episodic_return']:.1f} -> "
+        f"{last['eval/episodic_return']:.1f}, {last['charts/env_steps']} environment steps, "
+        f"{last['time']:.0f} s"
     )
-    print(f"metrics and pictures are in {run.dir}")
-    if args.checkpoint_path and not args.learner:
+    print(f"metrics, pictures and final_model.pth (see WarmupAgent.load) are in {run.dir}")
+    if args.ends_after_warmup():
         files = f"--checkpoint-path {args.checkpoint_path}"
         if args.initial_offline_ratio:
-            files += f" --demo-path {args.demo_path}"
+            files += f" --demo-path {args.kept_rows_path()}"
         print(f"train online: python wsrl_warmup.py --learner {files}")
-    else:
-        print(f"the model: {run.dir}/final_model.pth; WarmupAgent.load reads it")
 
 
 # --- task: environments ---
@@ -1271,16 +1256,16 @@ def make_gym_env(env_id):
         env.close()
         env = gym.make(env_id, render_mode="rgb_array")
     actions = env.action_space
-    is_box = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
-    if not is_box or len(actions.shape) != 1 or (actions.low >= actions.high).any():
+    is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
+    if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
     spaces = {"state": env.observation_space}
     if isinstance(env.observation_space, gym.spaces.Dict):
         spaces = dict(env.observation_space)
     for key, space in spaces.items():
-        # Shapes (D,) and (1,D) are vectors. The space of a nested Dict has no shape.
-        if space.shape is None or max(space.shape, default=1) < math.prod(space.shape):
-            sys.exit(f"{env_id} observes {key} as {space}: expected a vector")
+        is_box = isinstance(space, gym.spaces.Box)
+        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # not (D,) or (1,D)
+            sys.exit(f"{env_id} observes {key} as {space}: expected a Box with one axis")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
     env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -1291,7 +1276,7 @@ def make_gym_env(env_id):
 
 
 def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition with its action in [-1,1], and columns that rate_episodes fills"""
+    """A row of a buffer: a transition, its action in [-1,1], and the columns of rate_episodes"""
     obs_shape = env.observation_space.shape
     columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
     columns.append(("actions", "f4", env.action_space.shape))
@@ -1307,15 +1292,19 @@ def env_units(env, actions) -> np.ndarray:
 def obs_statistics(space, obs):
     """Mean and spread of the observations, or of the bounds of their space.  -> (D,), (D,)"""
     is_bounded = space.high.astype(np.float64) - space.low < 1e6
-    low = np.where(is_bounded, space.low, -1.0)
-    high = np.where(is_bounded, space.high, 1.0)
-    half_range = (high - low) / 2
+    low = np.where(is_bounded, space.low, 0.0)
+    high = np.where(is_bounded, space.high, 0.0)
+    half_range = (high - low) / 2  # 0 without bounds
     if len(obs) == 0:
-        return (high + low) / 2, np.where(half_range > 0, half_range, 1.0)
-    # In one demo the pendulum may always be upright. Dividing by a spread near 0 would make all
-    # other states huge.
-    std = np.maximum(obs.std(0), 0.3 * half_range * is_bounded)
-    return obs.mean(0), np.where(std < 1e-6, 1.0, std)
+        mean = (high + low) / 2
+        std = half_range
+    else:
+        # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
+        # make all other states huge, so the bounds limit the spread from below. They should be
+        # those of real observations: with +-1000 the spread is 300 or more.
+        mean = obs.mean(0)
+        std = np.maximum(obs.std(0), 0.3 * half_range)
+    return mean, np.where(std < 1e-6, 1.0, std)
 
 
 # --- task: offline data ---
@@ -1325,18 +1314,19 @@ SOURCES = {  # noise on the actions of the expert, share of random actions
     "random": (0.0, 1.0),
 }
 COLUMNS = {  # name in a data file: name in a buffer
-    "observations": "obs",
-    "actions": "actions",
+    "observations": "obs",  # a vector, or a dict with the keys of the environment
+    "actions": "actions",  # in units of the environment, in a buffer in [-1,1]
     "rewards": "rewards",
     "next_observations": "next_obs",
-    "masks": "masks",
-    "dones": "dones",
+    "masks": "masks",  # 0 where the episode terminated (default: 1 - dones)
+    "dones": "dones",  # 1 where the episode ended, by a time limit, too (default: 1 - masks)
     "weights": "weights",
     "quality": "quality",
     "returns": "returns",
     "is_cloned": "is_cloned",
 }
-RATINGS = ("weights", "quality", "returns", "is_cloned")  # a data file may leave them out
+# A data file may leave these out. to_rows fills masks or dones, rate_episodes the others.
+OPTIONAL = ("masks", "dones", "weights", "quality", "returns", "is_cloned")
 
 
 def swing_up(obs):
@@ -1376,9 +1366,7 @@ def make_data(args) -> dict:
     elif args.env_id != BUILT_IN:
         sys.exit(f"--make-data needs --expert-path: there is no script for {args.env_id}")
     folder = Path(args.make_data)
-    if folder.exists():
-        sys.exit(f"--make-data {folder} already exists; no data are overwritten")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True)  # an error if it exists: nothing is overwritten
     for source in SOURCES:
         transitions = make_source(env, expert, source, args.seed)
         (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
@@ -1399,15 +1387,21 @@ class DemoUnpickler(pickle.Unpickler):
         "_codecs.encode",
         "collections.OrderedDict",
     )
-    DTYPES = {code: np.dtype(code) for code in "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()}
+    DTYPES = "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()
 
     def find_class(self, module, name):
         module = module.replace("numpy.core", "numpy._core")  # its name in older files
         if f"{module}.{name}" not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        if name == "dtype":  # a constant of numpy, because a file could give a new one false flags
-            return lambda code, *_: self.DTYPES[code]
+        if name == "dtype":
+            return self.find_dtype
         return super().find_class(module, name)
+
+    def find_dtype(self, code, *flags):
+        """A constant of numpy. A new dtype would take the flags of the file, which may be wrong."""
+        if code not in self.DTYPES:
+            raise pickle.UnpicklingError(f"it has an array of dtype {code}: not supported")
+        return np.dtype(code)
 
 
 def read_transitions(path) -> list[dict]:
@@ -1417,68 +1411,53 @@ def read_transitions(path) -> list[dict]:
         rows = zip(*columns.values(), strict=True)
         return [dict(zip(columns, row, strict=True)) for row in rows]
     data = Path(path).read_bytes()
-    for opcode, argument, _ in pickletools.genops(data):
-        if argument == ">":  # numpy's mark of big-endian numbers
-            raise ValueError(
-                'it has the string ">", which marks big-endian numbers: they are not supported'
-            )
-        if opcode.name == "LONG_BINPUT" and argument > len(data):
-            raise ValueError("it asks for more memory than it has bytes")
+    for _, argument, _ in pickletools.genops(data):
+        if argument == ">":  # the mark of numpy for big-endian numbers
+            raise ValueError("it has the string '>': big-endian numbers are not supported")
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def to_vector(name, value) -> np.ndarray:
-    """A number or an array becomes a float32 vector. A leading axis of 1 is removed."""
-    if not isinstance(value, np.ndarray | np.generic | int | float):
-        raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
-    value = np.atleast_1d(value)
-    if value.ndim == 2 and len(value) == 1:
-        value = value[0]
-    if value.ndim != 1 or value.dtype.kind not in "biuf":
-        raise ValueError(f"{name} is {value.dtype} {value.shape}: expected a vector")
-    return value.astype(np.float32)
-
-
-def fill_columns(transition) -> dict:
-    """Add the columns that a data file may leave out. Without `masks` each end of an episode is a
-    termination. Without `dones` only terminations end an episode here; split_episodes finds the
-    other ends."""
-    if "dones" in transition:
-        return {"masks": 1.0 - transition["dones"]} | transition
-    if "masks" in transition:
-        return {"dones": 1.0 - transition["masks"]} | transition
-    raise ValueError("it has neither masks nor dones: expected at least one of them")
+def to_column(values, obs_keys) -> np.ndarray:
+    """Numbers, vectors or dicts of vectors as float32. Axes of size 1 are removed.  -> (N,D)"""
+    if isinstance(values[0], dict):
+        parts = [to_column([value[key] for value in values], obs_keys) for key in obs_keys]
+        return np.concatenate(parts, axis=1)
+    return np.array(values, np.float32).reshape(len(values), -1)
 
 
 def to_rows(transitions, env) -> np.ndarray:
     """Check transitions and convert them to rows of a buffer."""
     if len(transitions) == 0:
         raise ValueError("there are no transitions")
-    rows = np.zeros(len(transitions), make_row_dtype(env))
-    for name in RATINGS:
-        rows[name] = np.nan  # not known yet
-    for i, transition in enumerate(transitions):
-        transition = fill_columns(transition)
-        for name, column in COLUMNS.items():
-            if name in RATINGS and name not in transition:
-                continue
-            if name not in transition:
-                raise ValueError(f"row {i} has no {name}")
-            value = transition[name]
-            if isinstance(value, dict):
-                if not set(env.obs_keys) <= set(value):
-                    raise ValueError(f"{name} has {list(value)}: expected {env.obs_keys}")
-                value = np.concatenate([to_vector(key, value[key]) for key in env.obs_keys])
-            value = to_vector(name, value)
-            expected = rows[column][i].size
-            if len(value) != expected or not np.isfinite(value).all():
-                raise ValueError(
-                    f"{name} of row {i} is {value}: expected {expected} finite numbers"
-                )
-            rows[column][i : i + 1] = value
-    low, high = rows["masks"].min(), rows["masks"].max()
-    if low < 0 or high > 1:
-        raise ValueError(f"masks are from {low} to {high}: expected 0 to 1")
+    given = transitions[0].keys()
+    if "masks" not in given and "dones" not in given:
+        raise ValueError("it has neither masks nor dones: expected at least one of them")
+    rows = np.full(len(transitions), np.nan, make_row_dtype(env))
+    for name, column in COLUMNS.items():
+        if name in OPTIONAL and name not in given:
+            continue
+        try:
+            values = to_column([transition[name] for transition in transitions], env.obs_keys)
+        except Exception as error:  # a key that is missing, text, rows of different lengths
+            raise ValueError(f"{name}: expected numbers in each row: {error!r}") from error
+        expected = rows[column][0].size
+        is_bad = ~np.isfinite(values).all(1) | (values.shape[1] != expected)
+        if is_bad.any():
+            i = is_bad.argmax()  # the first one
+            raise ValueError(
+                f"{name} of row {i} is {values[i]}: expected {expected} finite numbers"
+            )
+        rows[column] = values.reshape(rows[column].shape)
+    # Without masks each end of an episode is a termination. Without dones only terminations end an
+    # episode here; split_episodes finds the other ends.
+    if "masks" not in given:
+        rows["masks"] = 1 - rows["dones"]
+    if "dones" not in given:
+        rows["dones"] = 1 - rows["masks"]
+    if (rows["masks"] < 0).any() or (rows["masks"] > 1).any():
+        raise ValueError("masks must be from 0 to 1")
+    if (rows["weights"] <= 0).any():
+        raise ValueError("weights must be above 0")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
     rows["actions"] = rows["actions"].clip(-1, 1)
     return rows
@@ -1486,8 +1465,6 @@ def to_rows(transitions, env) -> np.ndarray:
 
 def read_source(path, env) -> np.ndarray:
     """Rows of a .pkl or .npz file. Its actions are in the units of the environment."""
-    if not Path(path).is_file():
-        sys.exit(f"data file {path}: there is no such file")
     try:
         transitions = read_transitions(path)
         size = len(transitions) * make_row_dtype(env).itemsize
@@ -1500,13 +1477,18 @@ def read_source(path, env) -> np.ndarray:
         sys.exit(f"data file {path} cannot be read: {error!r}")
     if "masks" not in transitions[0]:
         print(f"{path} has no masks: each end of an episode counts as a termination")
+    if "weights" in transitions[0]:
+        print(f"{path} has weights: --demo-weight and --success-weight-bonus do not change them")
     return rows
 
 
 def split_episodes(rows) -> list[np.ndarray]:
-    """Split where an episode ended, and where a row does not continue the row before it."""
+    """Split where an episode ended, and where a row does not continue the row before it. The next
+    observation of that row may differ by rounding: by a thousandth of the spread of the data."""
     ends = rows["dones"] > 0
-    ends[:-1] |= (rows["next_obs"][:-1] != rows["obs"][1:]).any(1)
+    spread = rows["obs"].std(0)
+    continues = np.isclose(rows["next_obs"][:-1], rows["obs"][1:], rtol=1e-5, atol=1e-3 * spread)
+    ends[:-1] |= ~continues.all(1)
     return np.split(rows, np.flatnonzero(ends[:-1]) + 1)
 
 
@@ -1523,7 +1505,12 @@ def load_offline_data(args, env):
     for source, source_paths in paths.items():
         for path in source_paths:
             episodes.setdefault(source, []).extend(split_episodes(read_source(path, env)))
-    if not episodes and args.needs_data():  # the built-in task
+    if not episodes and args.needs_data():
+        if args.env_id != BUILT_IN:
+            sys.exit(
+                f"there are no offline data for {args.env_id}: give --offline-data-path, which "
+                "--make-data can write, or --preset scratch"
+            )
         for source in ("suboptimal", "random"):
             transitions = make_source(env, swing_up, source, args.seed)
             episodes[source] = split_episodes(to_rows(transitions, env))
@@ -1535,12 +1522,12 @@ def load_offline_data(args, env):
         mean_returns[source] = float(np.mean(returns))
         if not args.learner:  # the rows that a warm-up kept are not whole episodes
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
-    no_rows = np.zeros(0, make_row_dtype(env))
-    training = sum(episodes.values(), [no_rows])
-    heldout = [no_rows]
-    if args.early_stop_patience and args.warmup_steps and not args.learner:
+    training = sum(episodes.values(), [])
+    heldout = []
+    if args.early_stop_patience and not args.learner:
         training, heldout = hold_out(training, args.offline_objective == "bc")
-    return np.concatenate(training), np.concatenate(heldout), mean_returns
+    no_rows = np.zeros(0, make_row_dtype(env))  # np.concatenate needs an array
+    return np.concatenate([no_rows, *training]), np.concatenate([no_rows, *heldout]), mean_returns
 
 
 def write_transitions(path, rows, env):
@@ -1557,38 +1544,27 @@ def check_paths(args):
     """Exit with a message before anything is written."""
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    if args.needs_data() and not args.has_data() and args.env_id != BUILT_IN:
-        sys.exit(
-            f"there are no offline data for {args.env_id}: give --offline-data-path, which "
-            "--make-data can write, or --preset scratch"
-        )
-    for option in ("checkpoint_path", "demo_path"):
-        path = getattr(args, option)
-        if path is None or args.learner:
-            continue
-        name = f"--{option.replace('_', '-')} {path}"
-        if Path(path).exists():
-            sys.exit(f"{name} already exists; the warm-up overwrites nothing")
-        if not Path(path).parent.is_dir():
-            sys.exit(f"{name} cannot be written: its folder does not exist")
+    if args.ends_after_warmup():
+        for path in (args.checkpoint_path, args.kept_rows_path()):
+            if Path(path).exists():
+                sys.exit(f"{path} already exists; the warm-up overwrites nothing")
 
 
 # --- video ---
 def draw_pendulum(obs):
     """A picture of the rod. Pendulum-v1 itself needs pygame to draw."""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw  # matplotlib installs it
 
     cos, sin, _ = obs
     picture = Image.new("RGB", (320, 320), "white")
     canvas = ImageDraw.Draw(picture)
-    canvas.line((160, 180, 160 - 120 * sin, 180 - 120 * cos), fill="firebrick", width=20)
-    canvas.ellipse((152, 172, 168, 188), fill="black")
+    canvas.line((160, 160, 160 - 120 * sin, 160 - 120 * cos), fill="firebrick", width=20)
     return picture
 
 
 def write_video(path, agent, env):
     """A GIF of one evaluation episode, every fourth step"""
-    from PIL import Image, ImageDraw
+    from PIL import Image
 
     pictures = []
 
@@ -1600,53 +1576,53 @@ def write_video(path, agent, env):
         return agent.act(obs)
 
     try:
-        transitions, _ = play_episode(env, act_and_film, VIDEO_SEED)
+        play_episode(env, act_and_film, VIDEO_SEED)
     except Exception as error:  # a renderer can raise any type
         print(f"no {path.name}: {env.spec.id} cannot draw itself: {error}")
         return
-    episodic_return = sum(transition["rewards"] for transition in transitions)
-    frames = []
-    for picture in pictures[::4]:
-        caption = f"return of this episode: {episodic_return:.1f}"
-        ImageDraw.Draw(picture).text((8, 4), caption, "black", font_size=18)
-        frames.append(picture.quantize(64, Image.Quantize.FASTOCTREE))
+    frames = pictures[::4]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=80, loop=0)
 
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto is an available accelerator, but the CPU for what is built in: that is small."""
+    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
-    # Without check_available the CUDA build of torch answers "cuda" even if there is no GPU.
+    # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 class Run:
     """The folder of a run: options, metrics, and at the end a summary and curves."""
 
-    def __init__(self, args):
+    def __init__(self, args, rows=()):
+        """`rows` are the metrics that a resumed run logged before."""
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = []
-        self.start_time = time.time()
-        self.wandb = None
         self.dir.mkdir(parents=True, exist_ok=args.resume)
+        self.rows = list(rows)
+        self.start_time = time.time()
+        if self.rows:
+            self.start_time -= self.rows[-1]["time"]
+        lines = [json.dumps(row) + "\n" for row in self.rows]
+        (self.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        if not (self.dir / "latest.pth").exists():  # else load_run rewrites it, once that was read
-            (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        self.wandb = None
         if args.track:
             import wandb
 
             self.wandb = wandb.init(
                 project=args.wandb_project_name,
-                id=self.dir.name,
+                name=self.dir.name,
                 dir=self.dir,
                 config=config,
+                # A resumed run has the same id, another folder has another.
+                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
                 resume="allow",
             )
 
@@ -1670,14 +1646,10 @@ class Run:
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         for i, (ylabel, names) in enumerate(panels.items(), 1):
             axis = figure.add_subplot(1, len(panels), i, xlabel=xlabel, ylabel=ylabel)
-            for color, name in zip(("C0", "C1"), names, strict=False):
+            for name in names:
                 rows = [row for row in self.rows if row.get(name) is not None]
                 steps = [row["global_step"] for row in rows]
-                values = [row[name] for row in rows]
-                window = 1 if name.startswith("eval/") else 5  # training is noisy: smooth it
-                recent = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-                axis.plot(steps, values, ".", color=color, alpha=0.3)
-                axis.plot(steps, [fmean(part) for part in recent], color=color, label=name)
+                axis.plot(steps, [row[name] for row in rows], ".-", label=name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
         if self.wandb:
@@ -1687,16 +1659,19 @@ class Run:
 # --- command line ---
 @contextmanager
 def titled_help():
-    """Put the comments of Args as titles into --help. tyro has one box for all options."""
+    """Print --help with a title above each group of options: `run`, `task` and so on.
+
+    The titles are the comments between the lines of Args. tyro itself shows one long list.
+    """
     captured = io.StringIO()
     try:
         with redirect_stdout(captured):
             yield
     finally:
         text = captured.getvalue()
-        for title, first in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
-            option = rf"\n  --{first.replace('_', '-')}[ ,]"
-            text = re.sub(option, rf"\n\n {title}\n\g<0>", text, count=1)
+        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+            first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
+            text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
 
 
@@ -1705,7 +1680,7 @@ class FirstOptions:
     """The options on which the defaults of the others depend."""
 
     env_id: str = BUILT_IN
-    preset: str | None = None
+    preset: Literal[tuple(PRESETS)] = "design"
     run_dir: str | None = None
     resume: bool = False
     checkpoint_path: str | None = None
@@ -1723,11 +1698,10 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
     return options
 
 
-STAGE_TWO = dict(  # --learner takes these options from the command line only
-    learner=False,
-    run_dir=None,
+LEARNER = dict(  # --learner takes all other options from the first command
+    learner=True,
     resume=False,
-    checkpoint_path=None,
+    run_dir=None,
     demo_path=None,
     offline_data_path=[],
     suboptimal_data_path=[],
@@ -1737,32 +1711,31 @@ STAGE_TWO = dict(  # --learner takes these options from the command line only
 
 def saved_options(typed: FirstOptions) -> dict:
     """Options of the run that --resume continues, or of the warm-up that --learner continues"""
-    path = Path(typed.run_dir or "", "args.json")
     saved = {}
+    path = Path(typed.run_dir or "", "args.json")
     if typed.resume and typed.run_dir and path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = json.loads(path.read_text(encoding="utf-8")) | dict(resume=True)
     elif typed.learner and typed.checkpoint_path:
-        saved = read_checkpoint(typed.checkpoint_path)["args"] | STAGE_TWO
-    return {name: saved[name] for name in vars(Args()) if name in saved}
+        saved = read_checkpoint(typed.checkpoint_path)["args"] | LEARNER
+        saved["checkpoint_path"] = typed.checkpoint_path
+    return saved
 
 
 def parse_args() -> Args:
     """The defaults are the saved options, if there are any, else those of task and preset."""
     typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    preset = typed.preset if typed.preset in PRESETS else "design"  # tyro reports a wrong one below
     saved = saved_options(typed)
-    options = saved or default_options(typed.env_id, preset)
-    if saved and typed.preset not in (None, saved["preset"]):
-        fresh = vars(Args()) | default_options(saved["env_id"], preset)
-        set_by_presets = {"preset"}.union(*PRESETS.values())
-        options = saved | {name: fresh[name] for name in set_by_presets}
-    defaults = Args()
-    for name, value in options.items():  # not checked, because a typed option may replace a bad one
-        setattr(defaults, name, value)
+    # This skips the checks, because a typed option may correct a saved one.
+    defaults = object.__new__(Args)
+    vars(defaults).update(asdict(Args()) | (saved or default_options(typed.env_id, typed.preset)))
     args = tyro.cli(Args, description=__doc__, default=defaults)
-    for name, value in saved.items():
-        if name not in STAGE_TWO and getattr(args, name) != value:
-            print(f"changed: --{name.replace('_', '-')} {value} -> {getattr(args, name)}")
+    if saved and args.preset != saved["preset"]:
+        sys.exit(
+            f"--preset cannot change here from {saved['preset']}: type the options that differ"
+        )
+    for name, value in asdict(args).items():
+        if saved and value != saved[name]:
+            print(f"changed: --{name.replace('_', '-')} {saved[name]} -> {value}")
     return args
 
 
@@ -1773,56 +1746,111 @@ def replace_text(path: Path, text: str):
     os.replace(temporary, path)
 
 
-def write_checkpoint(path: Path, **state):
+def write_checkpoint(path: Path, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     torch.save(state, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 
+def start_run(args, env, device):
+    """Begin with new networks, or with --learner, where the first command ended.
+    -> Run, agent, offline buffer, online buffer, Progress"""
+    check_paths(args)
+    rows, heldout_rows, data_returns = load_offline_data(args, env)
+    progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
+    offline_rb = make_buffer(args, len(rows), env)
+    offline_rb.extend(rows)
+    online_rb = make_buffer(args, args.buffer_size, env)
+    if args.learner:
+        agent = WarmupAgent.from_checkpoint(read_checkpoint(args.checkpoint_path), device, args)
+        progress.warmup_updates = agent.updates
+        progress.is_online = True
+    else:
+        mean, std = obs_statistics(env.observation_space, rows["obs"])
+        agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
+        if args.warmup_steps == 0:
+            offline_rb = end_warmup(agent, offline_rb, progress)
+
+    # The folder is made here, so a file that cannot be used leaves nothing behind.
+    if args.exp_name and not args.run_dir:
+        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        args = replace(args, run_dir=f"runs/{name}")
+    run = Run(args)
+    first_row = {"global_step": progress.global_step, "charts/env_steps": 0}
+    run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
+    progress.newest = run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
+    return run, agent, offline_rb, online_rb, progress
+
+
+def hand_over(agent, offline_rb, env):
+    """Write the two files that --learner reads. A run that is killed here comes back with --resume.
+    The agent is written last: if it is there, both files are complete."""
+    path = Path(agent.args.checkpoint_path)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_transitions(agent.args.kept_rows_path(), offline_rb.rows, env)
+        write_checkpoint(path, agent.checkpoint())
+
+
 def save_run(run, agent, offline_rb, online_rb, progress):
     """What --resume needs"""
-    write_checkpoint(
-        run.dir / "latest.pth",
+    state = dict(
         agent=agent.checkpoint(),
         offline_rb=offline_rb.state_dict(),
         online_rb=online_rb.state_dict(),
         progress=vars(progress),
         rows=run.rows,
     )
+    write_checkpoint(run.dir / "latest.pth", state)
 
 
-def load_run(run, agent, online_rb):
-    """-> Progress, offline buffer"""
-    state = torch.load(run.dir / "latest.pth", map_location="cpu", weights_only=True)
-    agent.restore(state["agent"])
-    online_rb.load_state_dict(state["online_rb"])
-    capacity = state["offline_rb"]["capacity"]
-    offline_rb = PrioritizedReplayBuffer(capacity, online_rb.rows.dtype, online_rb.alpha)
-    offline_rb.load_state_dict(state["offline_rb"])
-    run.rows = state["rows"]
-    run.start_time -= run.rows[-1]["time"]
-    lines = [json.dumps(row) + "\n" for row in run.rows]
-    (run.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+FIXED = (  # options that --resume cannot change: what they set is in latest.pth
+    "env_id", "offline_data_path", "suboptimal_data_path", "random_data_path", "demo_path",
+    "checkpoint_path", "learner", "demo_weight", "success_weight_bonus", "hidden_size",
+    "layer_norm", "num_critics", "init_alpha", "buffer_size", "use_prioritized_replay",
+    "priority_alpha", "warmup_steps", "early_stop_patience",
+)  # fmt: skip
+
+
+def load_run(args, env, device):
+    """Continue a run from its latest.pth.
+    -> Run, agent, offline buffer, online buffer, Progress"""
+    state = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
+    for name in FIXED:
+        saved = state["agent"]["args"][name]
+        if getattr(args, name) != saved:
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {saved}")
+    agent = WarmupAgent.from_checkpoint(state["agent"], device, args)
     progress = Progress(**state["progress"])
-    device = agent.raw_alpha.device
     progress.losses = [
         {name: value.to(device) for name, value in losses.items()} for losses in progress.losses
     ]
+    num_offline_rows = len(state["offline_rb"]["priorities"])
+    offline_rb = make_buffer(args, num_offline_rows, env)
+    offline_rb.load_state_dict(state["offline_rb"])
+    online_rb = make_buffer(args, args.buffer_size, env)
+    online_rb.load_state_dict(state["online_rb"])
+
     print(f"resuming after step {progress.global_step}")
-    return progress, offline_rb
+    run = Run(args, state["rows"])  # it writes args.json, so this comes after all that may fail
+    return run, agent, offline_rb, online_rb, progress
 
 
 def read_checkpoint(path) -> dict:
     """An agent that the warm-up or a whole run saved"""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        return checkpoint | {"model": checkpoint["model"]}  # other files have no model
+        checkpoint["model"]  # raises a KeyError if this is another file, such as latest.pth
     except Exception as error:  # a damaged file can raise any type
         sys.exit(f"{path} does not hold an agent: {type(error).__name__}: {error}")
+    return checkpoint
 
 
 class Signals:
-    """Remember SIGINT and SIGTERM: the loop saves and ends. A second one acts as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+
+    After the first signal the previous handlers are back, so a second one ends the run at once.
+    """
 
     def __init__(self):
         self.received = False
@@ -1834,6 +1862,8 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
+        message = "signal received: the run saves and ends soon; a second signal ends it at once"
+        print(message, flush=True)
         self.received = True
         self.release()
 

@@ -31,6 +31,7 @@ OWN_TEXT = {
     "default_options": {"wsrl_warmup": "presets"},
     "finish_run": {"wsrl_warmup": "two videos"},
     "write_video": {"wsrl_warmup": "no human beside the policy"},
+    "start_run": {"wsrl_warmup": "offline data, and the second of two commands"},
     "save_run": {"wsrl_warmup": "other buffers"},
     "load_run": {"wsrl_warmup": "other buffers"},
     "use_bf16": {"het_grpo": "no value head"},

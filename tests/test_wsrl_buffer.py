@@ -85,27 +85,6 @@ def test_a_restored_ring_continues_where_it_was():
     assert (other.rows == rb.rows).all() and (other.priorities == rb.priorities).all()
 
 
-@pytest.mark.parametrize(
-    "capacity, kept", [(9, [2, 3, 4, 5, 6]), (5, [2, 3, 4, 5, 6]), (3, [4, 5, 6])]
-)
-def test_a_ring_of_another_size_has_the_newest_rows_and_no_zeros(capacity, kept):
-    """Seven rows in a ring of five, restored into rings of other sizes: never a row that nobody wrote."""
-    rb, other = (
-        PrioritizedReplayBuffer(5, DTYPE, 1.0),
-        PrioritizedReplayBuffer(capacity, DTYPE, 1.0),
-    )
-    for i in range(7):
-        rb.extend(rows(1, rewards=i))
-        rb.update_priorities(np.array([i % 5]), np.array([i + 1.0]))
-    other.load_state_dict(rb.state_dict())
-    found = other.rows["rewards"][: len(other)]
-    assert sorted(found) == kept
-    assert other.priorities[: len(other)] == pytest.approx(found + 1, abs=1e-5)
-    other.extend(rows(1, rewards=7))
-    expected = [*kept, 7][-capacity:]
-    assert sorted(other.rows["rewards"][: len(other)]) == expected
-
-
 def test_retention_keeps_the_best():
     values = np.array([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.4, 0.6, 1.0])
     for by, name in (("quality", "quality"), ("reward", "rewards")):

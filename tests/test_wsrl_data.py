@@ -95,11 +95,12 @@ def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
     assert load_offline_data(args, ENV)[0]["weights"] == pytest.approx(3.5 * 5 / 6)
 
 
-def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path):
+def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path, capsys):
     """With weights and without returns, Cal-QL would have raised the policy's values to 0."""
     columns = walk(dones=LAST, rewards=-np.ones(6))
     rows, *_ = load(save(tmp_path / "a.npz", columns | dict(weights=np.arange(6) + 1.0)))
     assert rows["weights"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert "--demo-weight and --success-weight-bonus do not change" in capsys.readouterr().out
     assert rows["returns"] == pytest.approx(return_to_go(-np.ones(6), 0.99))
     assert rows["quality"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     rows, *_ = load(save(tmp_path / "b.npz", columns | dict(returns=np.arange(6) - 9.0)))
@@ -203,6 +204,16 @@ def test_nested_observations_are_refused_by_name():
         make_gym_env("Nested-v0")
 
 
+def test_discrete_observations_are_refused_by_name():
+    class Grid(gym.Env):
+        observation_space = gym.spaces.Discrete(5)
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+    gym.register("Grid-v0", Grid)
+    with pytest.raises(SystemExit, match="Discrete"):
+        make_gym_env("Grid-v0")
+
+
 def test_a_constant_observation_has_a_spread_of_one():
     """Without data the bounds of the space are the statistics. Here low is high in one of them."""
     space = gym.spaces.Box(np.float32([-2, 1]), np.float32([2, 1]))
@@ -240,9 +251,12 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
     wrong = {
         "system": [Hostile()],
         "rewards of row 0": transitions(rewards=1e308),
-        "expected ['state']": transitions(observations=no_state),
-        "row 0 has no actions": [dict(observations=np.zeros(3), dones=True)],
-        "list": transitions(actions=[0.5]),
+        "observations: expected numbers in each row: KeyError('state')": transitions(
+            observations=no_state
+        ),
+        "actions: expected numbers in each row: KeyError('actions')": [
+            dict(observations=np.zeros(3), dones=True)
+        ],
         "no transitions": [],
         "masks": transitions(masks=2.0),
         "big-endian": transitions(rewards=np.array(1.0, ">f8")),
@@ -264,8 +278,9 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
         (dict(actions=np.zeros((6, 2))), ["actions of row 0", "expected 1"]),
         (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
-        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions is <U1"]),
+        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions: expected numbers in each row"]),
         (dict(rewards=np.zeros(5)), ["shorter"]),
+        (dict(weights=np.array([1, 1, 0, 1, 1, 1])), ["weights must be above 0"]),
         ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
     ],
 )
@@ -368,6 +383,17 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
 
 
+def test_a_next_observation_may_differ_by_rounding(tmp_path):
+    """The episode is one, not six of a row each, whose returns would be their rewards."""
+    columns = walk(6, dones=LAST)
+    columns["next_observations"] = columns["next_observations"] * np.float32(1 + 1e-6)
+    rows, *_ = load(save(tmp_path / "a.npz", columns))
+    assert (rows["next_obs"][:-1] != rows["obs"][1:]).all() and len(split_episodes(rows)) == 1
+    assert rows["returns"][0] == pytest.approx(return_to_go(np.ones(6), 0.99)[0])
+    columns["observations"] = columns["observations"] + np.float32([0.0, 0.0, 0.05])
+    assert len(split_episodes(load(save(tmp_path / "b.npz", columns))[0])) == 6
+
+
 def quality(rewards=(0.0, 1.0), terminated=False, bounds=(0.0, 4.0), longest=10):
     trajectory = dict(rewards=rewards, masks=[float(not terminated)])
     return compute_data_quality(trajectory, bounds, longest)
@@ -422,7 +448,7 @@ def test_make_data_writes_each_source_once(tmp_path, monkeypatch):
     paths = {option: [f"{tmp_path}/data/{name}.pkl"] for option, name in names.items()}
     rows, _, returns = load_offline_data(Args(**paths), ENV)
     assert len(rows) == 600 and returns["demos"] > returns["suboptimal"] > returns["random"]
-    with pytest.raises(SystemExit, match="already exists"):  # nothing is overwritten
+    with pytest.raises(FileExistsError):  # nothing is overwritten
         wsrl_warmup.main(args)
     with pytest.raises(SystemExit, match="--expert-path"):
         wsrl_warmup.main(Args(make_data=f"{tmp_path}/new", env_id="MountainCarContinuous-v0"))

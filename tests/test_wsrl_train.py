@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -105,7 +106,7 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
     metrics = run(folder, data, preset=preset, **online)
     out, last = capsys.readouterr().out, rows(folder)[-1]
     assert metrics["charts/env_steps"] == 33
-    assert ("after the warm-up: return" in out) == (args.warmup_steps > 0)
+    assert ("after the warm-up the return" in out) == (args.warmup_steps > 0)
     kept = 440 * online["retention_ratio"]
     assert (last["buffer/offline_size"], last["buffer/online_size"]) == (kept, 33)
     updates = (33 - 5) * 2 + (20 if args.warmup_steps else 0)
@@ -117,11 +118,11 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
             json.loads((folder / "summary.json").read_text(encoding="utf-8"))["global_step"] == 53
         )
         assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
-        lines = out.splitlines()[-3:]
+        lines = out.splitlines()[-2:]
         first = rows(folder)[0]["eval/episodic_return"]
         change = f"{first:.1f} -> {last['eval/episodic_return']:.1f}"
         assert lines[0].startswith(f"eval/episodic_return {change}, 33 environment steps, ")
-        assert str(folder) in lines[1] and "final_model.pth" in lines[2]
+        assert str(folder) in lines[1] and "final_model.pth" in lines[1]
 
 
 def parse_args(words):
@@ -217,21 +218,15 @@ def test_the_command_that_stage_one_prints_is_accepted(own, tmp_path, data, caps
     assert bool(args.demo_path) == (args.preset != "wsrl")
 
 
-def test_another_preset_over_saved_options_replaces_all_that_presets_set(tmp_path, data, capsys):
-    """design sets nothing itself, so only the name used to change."""
-    first = dict(preset="wsrl", warmup_rollout_steps=5, lr=5e-3)
-    run(tmp_path / "first", data, **first, checkpoint_path=str(tmp_path / "warm"))
+def test_another_preset_over_saved_options_is_refused(tmp_path, data):
+    """The saved options already have the values of a preset."""
+    run(tmp_path / "first", data, preset="bc", lr=5e-3, checkpoint_path=str(tmp_path / "warm"))
     typed = f"--learner --checkpoint-path {tmp_path}/warm --demo-path {tmp_path}/filtered_demos.pkl"
-    capsys.readouterr()
-    args = parse_args([*typed.split(), "--preset", "design"])
-    expected = Args(**default_options("Own-v0"))
-    assert all(getattr(args, name) == getattr(expected, name) for name in PRESETS["wsrl"])
-    assert args.lr == 5e-3 and args.env_id == "ShortPendulum-v1", "no preset sets them"
-    out = capsys.readouterr().out
-    assert "changed: --preset wsrl -> design" in out and "changed: --num-critics 10 -> 2" in out
-    assert "changed: --learner" not in out
-    args = parse_args(["--resume", "--run-dir", str(tmp_path / "first"), "--preset", "wsrl"])
-    assert args.warmup_rollout_steps == 5, "the same preset, and what was typed over it"
+    for words in (typed, f"--resume --run-dir {tmp_path}/first"):
+        with pytest.raises(SystemExit, match="--preset cannot change here from bc"):
+            parse_args([*words.split(), "--preset", "rlpd"])
+        args = parse_args([*words.split(), "--preset", "bc"])
+        assert (args.lr, args.initial_offline_ratio) == (5e-3, 0.5)
 
 
 def test_resume_reads_no_options_of_the_current_folder(tmp_path, monkeypatch):
@@ -278,13 +273,36 @@ def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
     hand = dict(checkpoint_path=str(tmp_path / "warm"), learner=True)
     run(tmp_path / "second", {}, **hand, demo_path=data["suboptimal_data_path"][0])
     assert rows(tmp_path / "second")[-1]["buffer/offline_size"] == 220
-    for wrong in ("warm", "first/final_model.pth"):
+    for wrong in ("first/latest.pth", "first/final_model.pth"):
         with pytest.raises(SystemExit, match="data file"):
             run(tmp_path / "third", {}, **hand, demo_path=str(tmp_path / wrong))
-    demos = data["suboptimal_data_path"][0]
+    hand["checkpoint_path"] = data["random_data_path"][0]
     with pytest.raises(SystemExit, match="does not hold an agent"):
-        run(tmp_path / "third", {}, checkpoint_path=demos, learner=True, demo_path=demos)
+        run(tmp_path / "third", {}, **hand, demo_path=data["suboptimal_data_path"][0])
     assert not (tmp_path / "third").exists(), "an empty run folder stays behind"
+
+
+def test_stage_two_can_switch_dropout_off(tmp_path, data):
+    """Dropout has no weights, so it does not change the names of the others."""
+    run(tmp_path / "first", data, dropout=0.2, checkpoint_path=f"{tmp_path}/new/warm.pth")
+    typed = f"--learner --checkpoint-path {tmp_path}/new/warm.pth --dropout 0"
+    typed += f" --demo-path {tmp_path}/new/filtered_demos.pkl --run-dir {tmp_path}/second"
+    main(parse_args(typed.split()))
+    assert state(tmp_path / "second")["agent"]["args"]["dropout"] == 0
+    assert rows(tmp_path / "second")[-1]["charts/env_steps"] == 33
+
+
+def test_a_run_that_skips_most_updates_says_so(tmp_path, capsys):
+    """The square of the error on one row overflows, and its priority makes it the most frequent."""
+    env = wsrl_warmup.make_gym_env("ShortPendulum-v1")
+    transitions = wsrl_warmup.make_source(env, wsrl_warmup.swing_up, "random", 1, num_rows=220)
+    (tmp_path / "clean.pkl").write_bytes(pickle.dumps(transitions))
+    transitions[5]["rewards"] = 1e25
+    (tmp_path / "outlier.pkl").write_bytes(pickle.dumps(transitions))
+    for name in ("clean", "outlier"):
+        run(tmp_path / name, dict(random_data_path=[f"{tmp_path}/{name}.pkl"]), online_steps=0)
+        found = "warning: gradients are not finite" in capsys.readouterr().out
+        assert found == (name == "outlier")
 
 
 # --- resume ---
@@ -328,33 +346,37 @@ def test_a_damaged_checkpoint_leaves_the_metrics(tmp_path, data):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(tmp_path, data, monkeypatch):
-    write = wsrl_warmup.write_checkpoint
-    for kill_at in (
-        3,
-        4,
-    ):  # checkpoints after 7 and 14 updates, then the warm-up, then a checkpoint
+@pytest.mark.parametrize("save_every", [7, 1_000])
+def test_a_kill_at_the_switch_loses_nothing_that_is_handed_over(
+    save_every, tmp_path, data, monkeypatch
+):
+    """Before and after each file is written; with save_every 1000 there is no earlier checkpoint."""
+    whole = dict(checkpoint_path=f"{tmp_path}/whole.pth", demo_path=f"{tmp_path}/whole.pkl")
+    run(tmp_path / "whole", data, save_every=save_every, **whole)
+    names = ["latest.pth"] * (3 if save_every == 7 else 1) + ["kept.pkl", "warm.pth"]
+    for kill_at in range(2 * len(names)):
         calls, folder = [], tmp_path / str(kill_at)
         folder.mkdir()
 
-        def dying(path, calls=calls, kill_at=kill_at, **state):
-            write(path, **state)
-            calls.append(path.name)
-            if len(calls) == kill_at:
+        def dying(write, kill_at, calls, path, *others):
+            calls.append(Path(path).name)
+            if len(calls) == kill_at // 2 + 1 and kill_at % 2 == 0:
+                raise Killed
+            write(path, *others)
+            if len(calls) == kill_at // 2 + 1:
                 raise Killed
 
-        hand = dict(checkpoint_path=f"{folder}/warm.pth", save_every=7)
+        hand = dict(checkpoint_path=f"{folder}/warm.pth", demo_path=f"{folder}/kept.pkl")
         with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(wsrl_warmup, "write_checkpoint", dying)
-            run(folder / "run", data, **hand)
-        run(folder / "run", data, **hand, resume=True)
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "filtered_demos.pkl",
-            "run",
-            "warm.pth",
-        ]
+            for name in ("write_checkpoint", "write_transitions"):
+                write = getattr(wsrl_warmup, name)
+                patch.setattr(wsrl_warmup, name, partial(dying, write, kill_at, calls))
+            run(folder / "run", data, **hand, save_every=save_every)
+        assert calls == names[: len(calls)]
+        run(folder / "run", data, **hand, save_every=save_every, resume=True)
+        assert (folder / "kept.pkl").read_bytes() == (tmp_path / "whole.pkl").read_bytes()
+        assert same(state(folder, "warm.pth")["model"], state(tmp_path, "whole.pth")["model"])
         assert (folder / "run" / "final_model.pth").exists()
-    assert calls == ["latest.pth", "latest.pth", "warm.pth", "latest.pth"]
 
 
 def test_sigkill_then_resume_without_typing_the_options_again(tmp_path):
@@ -376,18 +398,28 @@ def test_sigkill_then_resume_without_typing_the_options_again(tmp_path):
     assert (saved["retention_ratio"], saved["seed"], saved["batch_size"]) == (0.3, 3, 16)
 
 
-def test_a_resumed_run_with_a_larger_buffer_trains_on_no_row_of_zeros(tmp_path, data, monkeypatch):
-    """The old ring had wrapped around; every row that is drawn afterwards was written by the environment."""
-    own = dict(preset="scratch", buffer_size=12, save_every=11)
-    run(tmp_path / "run", data, **own, online_steps=22)
-    drawn = spy(monkeypatch, wsrl_warmup, "sample_mixed")
-    own["buffer_size"] = 40
-    run(tmp_path / "run", data, **own, online_steps=33, resume=True)
-    batches = [result[0] for _, result in drawn]
-    assert len(batches) == 11
-    norms = torch.cat([batch["obs"][:, :2] for batch in batches]).norm(dim=1)  # cos and sin
-    assert norms.numpy() == pytest.approx(1, abs=1e-5)
-    assert len(state(tmp_path / "run")["online_rb"]["priorities"]) == 23  # 12 kept, 11 new
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(offline_data_path=["other.npz"]),
+        dict(demo_weight=5.0),
+        dict(hidden_size=8),
+        dict(buffer_size=40),
+        dict(early_stop_patience=3),
+    ],
+)
+def test_what_is_in_the_checkpoint_cannot_change_and_a_refused_resume_does_no_harm(
+    changed, tmp_path, data
+):
+    """Data files and ratings were read before. A refused option used to be the next default."""
+    run(tmp_path / "run", data, online_steps=22)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    (name,) = changed
+    with pytest.raises(SystemExit, match=f"cannot change --{name.replace('_', '-')} from "):
+        run(tmp_path / "run", data | changed, resume=True)
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    main(parse_args(["--resume", "--run-dir", str(tmp_path / "run"), "--online-steps", "33"]))
+    assert rows(tmp_path / "run")[-1]["charts/env_steps"] == 33
 
 
 @pytest.mark.parametrize("fault", ["signal", "raises", "nan"])
@@ -663,7 +695,6 @@ def test_names_of_the_design_document():
         (dict(offline_data_path=["absent.npz"]), "absent.npz"),
         (dict(checkpoint_path=__file__), "overwrites nothing"),
         (dict(checkpoint_path="w", demo_path=__file__), "overwrites nothing"),
-        (dict(checkpoint_path="absent/warm.pth"), "absent/warm.pth cannot be written"),
         (dict(env_id="MountainCarContinuous-v0", warmup_steps=0, retention_ratio=1.0), "scratch"),
     ],
 )
@@ -700,7 +731,8 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(early_stop_patience=-1),
         dict(PRESETS["rlpd"], early_stop_patience=1),  # these would do nothing
         dict(PRESETS["scratch"], warmup_rollout_steps=0, online_steps=0),
-        dict(offline_objective="calql", cql_alpha=0.0),
+        dict(checkpoint_path="w", demo_path="./w"),
+        dict(checkpoint_path="filtered_demos.pkl"),
         dict(expert_path="final_model.pth"),
     ],
 )
