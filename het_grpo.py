@@ -132,7 +132,7 @@ RETRIEVE_TOP_K = 3  # notes per question
 MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer may take
-RETRIEVER_TIME_LIMIT = 10.0  # seconds; it is asked once for each question
+RETRIEVER_TIME_LIMIT = 10.0  # seconds that a retriever may take for a question
 WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
 PRACTICE = 1_000_000  # tasks from here on are for practice; each has its own secret
 
@@ -246,10 +246,8 @@ class Args:
     def batch_size(self) -> int:
         return self.num_tasks * self.group_size
 
-    def in_iteration(self, iteration: int) -> "Args":
-        """The options of an iteration: the first --imitate-iterations have --method sft."""
-        if iteration > self.imitate_iterations:
-            return self
+    def for_imitation(self) -> "Args":
+        """The options of the first --imitate-iterations."""
         return replace(self, method="sft", imitate_iterations=0, **METHODS["sft"])
 
     @property
@@ -347,14 +345,14 @@ class Trajectory:
     task: int  # seed of the environment
     data_id: int = 0  # number of its group in the batch
     rollout_id: int = 0  # its place in the group
-    guided: bool = False  # it asks for advice; there may be none
+    guided: bool = False  # asks for advice (there may be none)
     keep: bool = True  # the training sample keeps the advice
     version: int = 0  # iteration that sampled it
     question: str = ""
-    topic: str = ""  # a note about this episode is found by these words
+    topic: str = ""  # what a note about this episode is about; it is found by these words
     advice: str = ""  # what it got ("": nothing)
     prompt_ids: list[int] = empty_list()  # the question alone
-    advised_ids: list[int] = empty_list()  # the prompt that was read
+    advised_ids: list[int] = empty_list()  # the prompt that was read, with the advice if any
     steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
     turns: list[dict] = empty_list()  # action, observation and reward of each turn
     sampler_logprobs: list[float] = empty_list()  # one per token of the steps
@@ -379,7 +377,7 @@ def inject_experience(question: str, advice: str, template: str) -> str:
 
 
 def training_prompt(t: Trajectory) -> list[int]:
-    """The idea of hybrid experience training: which prompt the completion follows.
+    """The prompt of the training sample. This is the idea of hybrid experience training.
 
     With the advice the sample is on-policy, and the policy learns to use advice. After the question
     alone the same tokens are off-policy, and the policy learns to do without advice.
@@ -395,7 +393,7 @@ def get_extra(t: Trajectory) -> dict:
 
 
 def share_of(mode: str, ratio: float) -> float:
-    """What a mode means: nobody, everybody, or a share of them (mixed, hybrid)."""
+    """The share that a mode stands for: 0, 1, or the ratio (mixed, hybrid)."""
     if mode in ("woexp", "discard"):
         return 0.0
     if mode in ("all", "keep"):
@@ -417,8 +415,8 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """The episodes to play: the group of each task, without the member that is replayed.
 
     All members of a group keep the advice, or all strip it. A recorded success that had advice
-    decides for its group, because its log-probs were recorded with one of the two prompts. The
-    other groups fill up the share of the tasks that keep.
+    decides for its group, because its log-probs were recorded with one of the two prompts. As many
+    of the other groups keep the advice as are missing from the share.
     """
     keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
     guided_share = share_of(args.train_rollout_expmode, args.rollout_expratio)
@@ -444,7 +442,8 @@ def weaken_stripped_failures(batch: dict):
     The token was sampled with the advice, and the policy ratio knows only the question. This factor
     is the importance weight between the two prompts, for one token and at most 1: a token that only
     the advice made likely is hardly pushed down. Positive advantages get no factor, because
-    stripping is meant to make such tokens likely without advice. AgentEvolver has no such factor.
+    stripping is meant to make such tokens likely without advice. So the advantages of a group no
+    longer add up to 0. AgentEvolver has no such factor.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -537,7 +536,7 @@ class Player:
         return True
 
     def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
-        """Play as many episodes as there are environments, one turn of all of them at a time."""
+        """Play one episode in each environment. In each round all of them take one turn."""
         retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
         games = list(zip(trajectories, self.envs, strict=False))  # ends with the shorter list
         for t, env in games:
@@ -614,8 +613,8 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
         extra = get_extra(t)
         row = tokenize_steps(t.steps, extra["is_experience_replay"])
         zeros = [0.0] * len(row["response_ids"])
-        row["sampler_logprobs"] = t.sampler_logprobs or zeros  # games of the teacher have none
-        row["recorded_old_log_probs"] = t.old_log_probs or zeros  # new episodes have none
+        row["sampler_logprobs"] = t.sampler_logprobs or zeros  # the teacher samples nothing
+        row["recorded_old_log_probs"] = t.old_log_probs or zeros  # nothing is recorded yet
         row["prompt_ids"] = training_prompt(t)
         row["off_policy"] = [extra["off_policy"]]
         for name, values in row.items():
@@ -728,7 +727,7 @@ class ExperiencePool:
 
     def add(self, topic: str, text: str, step: int) -> bool:
         """Add a note that is new.  -> False if it is empty or quotes the template"""
-        topic = str(topic)  # a checkpoint cannot hold a subclass such as numpy.str_
+        topic = str(topic)  # not a subclass such as numpy.str_
         text = str(text)
         has_template = len(self.marker) > 20 and self.marker in text
         if has_template or not (topic and text):
@@ -739,7 +738,7 @@ class ExperiencePool:
         return True
 
     def fill_pool(self, trajectories: list[Trajectory], step: int):
-        """Add what the summarizer writes about these episodes. One process calls it."""
+        """Add what the summarizer writes about these episodes. Only rank 0 asks the summarizer."""
         notes = []
         if rank() == 0:
             episodes = [episode_of(t) for t in trajectories]
@@ -764,7 +763,7 @@ class ExperiencePool:
         if not isinstance(advice, str):
             self.count_failure("--retriever", advice)
             return ""
-        return advice
+        return str(advice)  # a checkpoint cannot hold a subclass such as numpy.str_
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
@@ -843,7 +842,7 @@ class ExperienceManager:
     def preference(self, t: Trajectory) -> float:
         """The success with the lowest number is replayed; a full memory drops the highest.
 
-        It is the entropy. Imitation does not measure it and prefers short successes.
+        The number is the entropy of the episode, or for imitation its length.
         """
         if self.args.exp_select_mode == "random":
             return 0.0
@@ -861,7 +860,7 @@ class ExperienceManager:
     def valid_tasks(self) -> dict[int, list[int]]:
         """Tasks that may be replayed, in buckets: number of successes -> tasks.
 
-        The bucket 0 is one of them: tasks whose last group failed and that succeeded before.
+        Bucket 0 has tasks that failed in all of their last group, but succeeded before.
         """
         buckets = {}
         for task, num_successes in sorted(self.num_successes.items()):
@@ -906,7 +905,7 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """Chooses the tasks of an iteration: some from the replay pool, the others pass by pass."""
+    """Chooses the tasks of an iteration: some to be replayed, the others in passes over all."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args = args
@@ -916,7 +915,7 @@ class ExperienceMixCollateFn:
         self.waiting: list[int] = []  # tasks that this pass has not played yet, in order
 
     def __call__(self, rng) -> tuple[list[int], list[int]]:
-        """-> (experience_tasks, on_policy_tasks), num_tasks together, each once"""
+        """-> (experience_tasks, on_policy_tasks): together num_tasks different tasks"""
         experience_tasks = []
         if self.args.use_experience_replay:
             max_replayed = num_chosen(self.args.num_tasks, self.args.exp_ratio)
@@ -925,14 +924,12 @@ class ExperienceMixCollateFn:
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """The next tasks of the pass, without the retired ones.
+        """The next tasks of the pass. Retired tasks are left out while there are unsolved ones.
 
-        Tasks that are replayed now keep their place in the pass. So do tasks that come up twice,
-        because a new pass began while they were waiting.
+        Tasks that are replayed in this iteration keep their place in the pass. So does a task that
+        was chosen just before: it can wait twice, because a new pass is appended to the old one.
         """
-        retired = self.manager.skip_uid_set
-        if len(set(self.tasks) - retired - set(experience_tasks)) < count:
-            retired = set()  # too few are left: retired tasks are played again
+        unsolved = set(self.tasks) - self.manager.skip_uid_set - set(experience_tasks)
         chosen = []
         kept = []
         while len(chosen) < count:
@@ -941,7 +938,7 @@ class ExperienceMixCollateFn:
             task = self.waiting.pop(0)
             if task in experience_tasks or task in chosen:
                 kept.append(task)
-            elif task not in retired:
+            elif task in unsolved or unsolved.issubset(chosen):
                 chosen.append(task)
         self.waiting = kept + self.waiting
         return chosen
@@ -1150,6 +1147,7 @@ def main(args: Args) -> dict[str, float]:
     optimizer = prepare_training(policy, args, device)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
+    imitation_args = args.for_imitation() if args.imitate_iterations else args
 
     state = dict(iteration=0, global_step=0)
     memories = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
@@ -1183,7 +1181,7 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        phase = args.in_iteration(iteration)
+        phase = imitation_args if iteration <= args.imitate_iterations else args
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1273,7 +1271,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def prepare_training(policy: Policy, args, device):
-    """Adapters, bfloat16 and sharding, as the options say, in this order.  -> the optimizer"""
+    """Add adapters, use bfloat16, shard: what the options say, in this order.  -> the optimizer"""
     if args.lora_rank:
         add_adapters(policy, args)
         policy.to(device)
@@ -1421,10 +1419,11 @@ class TextEnv:
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
-        """Take the action that the text names last. Text without one costs a turn and a point.
+        """Take the action that the text names last. Text without an action has a reward of -1.
 
-        This point does not affect success. An episode is a success if the environment says so in
-        info["success"], or else if it ended and the environment's rewards reach --success-reward.
+        This reward does not affect success. An episode is a success if info["success"] of its last
+        step is true. Without this entry it is a success if it terminated and the environment's
+        rewards reach --success-reward.
         """
         action = text
         if self.actions:
@@ -1564,7 +1563,7 @@ def pick_device(name: str, built_in: bool) -> torch.device:
 
 
 class Dialogue:
-    """Turns to token ids and back, with the tokenizer's chat template or as plain text."""
+    """Turns texts into token ids and back, with the tokenizer's chat template or without."""
 
     def __init__(self, tokenizer, args, eos_ids):
         self.tokenizer = tokenizer
@@ -1729,7 +1728,7 @@ def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Traje
 
 
 def print_status(progress, iteration: int, metrics: dict):
-    """Success of the new episodes, beside the bar or as a line. Warn if nobody found advice."""
+    """Show the success of the new episodes. Warn if no guided episode found advice."""
     status = f"success {metrics['charts/success_rate']:.2f}"
     progress.set_postfix_str(status, refresh=False)
     progress.update()
@@ -1870,7 +1869,7 @@ POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_tu
 
 
 def as_typed(args, name: str) -> str:
-    """An option as it is typed."""
+    """An option and its value, as they are typed."""
     return f"--{name.replace('_', '-')} {getattr(args, name)}"
 
 
@@ -1938,7 +1937,8 @@ def check_options(args):
     for name in ("init_exp_before_training", "updated_freq", "imitate_iterations", "ent_coef"):
         if getattr(args, name) < 0:
             raise ValueError(f"{as_typed(args, name)}: must not be negative")
-    args.in_iteration(1)  # the options of imitation are checked as well
+    if args.imitate_iterations:
+        args.for_imitation()  # raises ValueError as well
     if args.experience_template.count("{}") != 1:
         raise ValueError("--experience-template needs exactly one {}")
     for name in ("env", "summarizer", "retriever"):

@@ -127,7 +127,7 @@ GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a grip
 class Args:
     # BAR_WORLD, GYM_ID or OWN_CLASS replaces some of these defaults, and --help shows the result.
     # run
-    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
+    seed: int = 1  # seed of training; the evaluation is the same for every seed
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})

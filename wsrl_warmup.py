@@ -147,7 +147,7 @@ PRESETS = {  # what differs from the defaults
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seeds all random numbers of training; the evaluation does not depend on it
+    seed: int = 1  # seed of training; the evaluation is the same for every seed
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
