@@ -568,10 +568,10 @@ def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"--{name} must be positive")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name} must not be negative")
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.gamma > 1 or args.gae_lambda > 1:
         raise ValueError("--gamma and --gae-lambda must be at most 1")
     kind, _, path = args.task.partition(":")

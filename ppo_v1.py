@@ -766,10 +766,10 @@ def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"--{name} must be positive")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name} must not be negative")
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.gamma > 1 or args.gae_lambda > 1:
         raise ValueError("--gamma and --gae-lambda must be at most 1")
     kind, _, path = args.task.partition(":")
@@ -794,7 +794,7 @@ def check_v1_args(args: Args):
     for name in V1_POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name} must be positive, or None")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, or None")
     if args.warmup_steps < 0 or args.lora_rank < 0:
         raise ValueError("--warmup-steps and --lora-rank must not be negative")
     if args.resume and not args.run_dir:
@@ -1370,10 +1370,10 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        message = "signal received: the run saves and ends soon; a second signal ends it at once"
-        print(message, flush=True)
         self.received = True
         self.release()
+        # not print(): the signal may have come in the middle of another one
+        os.write(2, b"signal received: the run saves and ends soon; a second one ends it at once\n")
 
     def release(self):
         for number, handler in self.previous_handlers.items():

@@ -1197,10 +1197,10 @@ def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"--{name} must be positive")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name} must not be negative")
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.gamma > 1 or args.gae_lambda > 1:
         raise ValueError("--gamma and --gae-lambda must be at most 1")
     kind, _, path = args.task.partition(":")
@@ -1225,7 +1225,7 @@ def check_v1_args(args: Args):
     for name in V1_POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name} must be positive, or None")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, or None")
     if args.warmup_steps < 0 or args.lora_rank < 0:
         raise ValueError("--warmup-steps and --lora-rank must not be negative")
     if args.resume and not args.run_dir:
@@ -1268,10 +1268,10 @@ def check_v2_args(args: Args):
     for name in V2_POSITIVE:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise ValueError(f"--{name} must be positive")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in ("rollout_lag", "priority_alpha", "priority_beta", "priority_beta_increment"):
         if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name} must not be negative")
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     for name in REPLAY_OPTIONS:
         if not args.use_replay_buffer and getattr(args, name) != getattr(Args, name):
             raise ValueError(f"--{name.replace('_', '-')} needs --use-replay-buffer")
@@ -1298,6 +1298,8 @@ def check_v2_args(args: Args):
         )
     if args.priority_beta > 1:
         raise ValueError("--priority-beta must be from 0 to 1")
+    if args.adaptive_reuse and args.update_epochs * args.num_minibatches == 1:
+        raise ValueError("--adaptive-reuse does nothing with one step per update, whose KL is 0")
     if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
         raise ValueError(
             f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
@@ -1936,10 +1938,10 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        message = "signal received: the run saves and ends soon; a second signal ends it at once"
-        print(message, flush=True)
         self.received = True
         self.release()
+        # not print(): the signal may have come in the middle of another one
+        os.write(2, b"signal received: the run saves and ends soon; a second one ends it at once\n")
 
     def release(self):
         for number, handler in self.previous_handlers.items():

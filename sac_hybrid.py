@@ -1855,10 +1855,10 @@ class Signals:
             pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
-        message = "signal received: the run saves and ends soon; a second signal ends it at once"
-        print(message, flush=True)
         self.received = True
         self.release()
+        # not print(): the signal may have come in the middle of another one
+        os.write(2, b"signal received: the run saves and ends soon; a second one ends it at once\n")
 
     def release(self):
         for number, handler in self.previous_handlers.items():

@@ -113,7 +113,7 @@ EQUATIONS = {  # marker or function -> what the code computes
     "weaken_stripped_failures": (
         "where A < 0: A ← A · min(1, π(y | question) / π(y | advice, question))"
     ),
-    "grpo_loss": (
+    "grpo_token_losses": (
         "L = −Σ_{tokens} min(ρA, clip(ρ, 1 − ε, 1 + ε_{high}) A) / number of tokens; ε_{high} "
         "is wider for stripped and replayed tokens"
     ),

@@ -637,7 +637,7 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(rollout_lag=1, dual_clip=3.0), "do nothing with a lag"),
         (dict(correction_limit=0.1), "--correction and --correction-limit need a lag"),
         (dict(rollout_lag=1, correction="none", correction_limit=0.1), "has no --correction-limit"),
-        (dict(rollout_lag=-1), "--rollout_lag must not be negative"),
+        (dict(rollout_lag=-1), "--rollout-lag must not be negative"),
         (dict(use_replay_buffer=True, replay_sample_size=3, batch_size=8, num_minibatches=4),
          "3 drawn rollouts are too few"),
         (dict(use_replay_buffer=True, replay_start_size=9000), "--replay-buffer-size is below"),
@@ -645,7 +645,9 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10), "is never reached"),
         (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
         (dict(use_replay_buffer=True, new_samples_ratio=1.0), "0 drawn rollouts are too few"),
-        (dict(use_replay_buffer=True, max_replay_reuse=0), "--max_replay_reuse must be positive"),
+        (dict(use_replay_buffer=True, adaptive_reuse=True, update_epochs=1),
+         "--adaptive-reuse does nothing with one step"),
+        (dict(use_replay_buffer=True, max_replay_reuse=0), "--max-replay-reuse must be positive"),
     ],
 )  # fmt: skip
 def test_options_that_would_do_nothing_are_refused(options, message):
