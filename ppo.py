@@ -398,7 +398,7 @@ def ppo_loss(policy, minibatch: dict, args):
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Losses and statistics of a step are those before it. So approx_kl and clipfrac are 0 at first.
+    Statistics are measured before each step. So approx_kl and clipfrac of the first step are 0.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
@@ -597,23 +597,29 @@ def final_answer(text: str) -> str:
     return text.split("####")[-1].strip()
 
 
-def last_number(text: str) -> float | None:
-    """The last word with a digit, if it is a number: 72 in "so it is $72$.", None in "10^{3}"."""
-    text = re.sub(r"\\text\{.*?\}|\\!|[$%*()\\]", "", text)  # "72\text{ cm}", "10,\!000", "**72**"
-    words = re.findall(r"[^\s=:]*\d[^\s=:]*", text)
-    if not words:
-        return None
-    number = words[-1].rstrip(".,;!?")
-    is_number = re.fullmatch(r"[+-]?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", number)
-    return float(number.replace(",", "")) if is_number else None
+UNIT = r"\\text\{.*?\}"
+
+
+def as_number(text: str) -> float | None:
+    """What a text is as a number: 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm}, x = 3, but not 10^{3}."""
+    text = re.sub(UNIT, " ", text).split("=")[-1]
+    text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
+    pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
+    if re.fullmatch(pattern, text) and re.search(r"\d", text):
+        return float(re.sub("[ ,]", "", text))
+    return None
 
 
 def verify(response: str, answer: str) -> bool:
     """Compare final answers: as numbers if the answer is a number, else as text."""
-    response = final_answer(response)
-    if re.fullmatch(r"[$%\d.,+-]+", answer) and last_number(answer) is not None:
-        return last_number(response) == last_number(answer)
-    return response == answer
+    final = final_answer(response)
+    number = as_number(answer)
+    if number is None:
+        return final == answer
+    if final == response.strip():  # neither a box nor ####: take the last word with a digit
+        words = re.findall(r"[^\s=:]*\d[^\s=:]*", re.sub(UNIT, " ", final))
+        final = words[-1] if words else ""
+    return as_number(final) == number
 
 
 def read_pairs(path: str) -> list[tuple[str, str]]:

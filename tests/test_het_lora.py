@@ -46,7 +46,7 @@ def test_adapters_are_trained_and_nothing_else(tmp_path, monkeypatch, advice):  
     attention, mlp = 4 * 4 * (64 + 64), 3 * 4 * (64 + 192)
     assert trained == 2 * (attention + mlp)
     saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert len(saved["policy"]) == 28 + 1, "adapters and eos_ids: not the base"
+    assert len(saved["policy"]) == 28, "adapters, not the base"
 
 
 @BOTH

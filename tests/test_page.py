@@ -68,7 +68,7 @@ def test_every_link_resolves(page):
         lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
         if line and name not in ("line", "imports", "constants", "main"):
             assert any(
-                re.match(rf"(def|class) {name}\b", text) for text in lines[: int(line) + 4]
+                re.match(rf"(def|class) {name}\b", text) for text in lines[: int(line) + 6]
             ), (path, line, name)
     papers = re.findall(r'href="(https?:[^"]+)', page)
     assert papers and all(

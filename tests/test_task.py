@@ -135,7 +135,10 @@ def test_long_prompts_are_left_out_and_too_few_are_refused(tmp_path, capsys):
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\frac{1}{2}}", "2", 0), ("10^{3}", "3", 0),
         ("7 + 12 = 19", "19", 1), ("**72**", "72", 1), ("$72.50", "72.5", 1), (".50", "0.5", 1),
         ("2 gives 10^{3}", "2", 0), ("Answer:72", "72", 1), (r"\boxed{10,\!000}", "10000", 1),
-        (r"72\text{ cm}", "72", 1),
+        (r"72\text{ cm}", "72", 1), (r"\boxed{10,000}", r"10,\!000", 1), ("50%", r"50\%", 1), ("18", r"\$18", 1),
+        (r"\boxed{72}", r"72\text{ cm}", 1), (r"\boxed{x + 3}", "3", 0), (r"\boxed{- 3}", "3", 0),
+        (r"\boxed{- 3}", "-3", 1), (r"\boxed{5 \pi}", "5", 0), (r"\boxed{3\text{ or }4}", "34", 0),
+        (r"\boxed{x = 3}", "3", 1), ("2*36", "236", 0), (r"\boxed{\text{yes}}", r"\text{no}", 0),
     ],
 )  # fmt: skip
 def test_verify(response, answer, score):
