@@ -963,18 +963,21 @@ class ActorThread(threading.Thread):
 
 # --- evaluate ---
 def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
-    """Play the policy without noise. Every run has the same episodes if reset() takes a seed. An
-    episode in which a human acted does not count."""
+    """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
+
+    An episode in which a human acted is no success, and the other means leave it out.
+    """
     if num_episodes == 0:
         return {}
     results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
     results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
     if num_helped:
-        print(f"a human took over in {num_helped} of {num_episodes} episodes: they do not count")
+        print(f"a human took over in {num_helped} of {num_episodes} episodes: no success there")
     if len(results) == 0:
         return {}
     metrics = {f"{group}/{name}": float(results[name].mean()) for name in RESULTS}
+    metrics[f"{group}/success_rate"] *= len(results) / num_episodes
     lengths = results["episodic_length"][results["success_rate"] > 0]
     metrics[f"{group}/steps_to_success"] = float(lengths.mean()) if len(lengths) else math.nan
     return metrics

@@ -191,6 +191,17 @@ class Succeeds(Polite):
         return obs, reward, terminated, truncated, info
 
 
+class Rescued(Succeeds):
+    """Every episode succeeds; in every second one because a human acts, whatever he was told."""
+
+    episodes = 0
+
+    def reset(self):
+        self.episodes += 1
+        self.polite = self.episodes % 2 == 1
+        return super().reset()
+
+
 class Renders(Polite):
     def render(self):
         return np.full((50, 60, 3), 20 * self.t, np.uint8)
@@ -324,6 +335,13 @@ def test_stay_repeats_the_last_command(tmp_path):
     for command in (0, -1, 0, 0, 1, 0):
         robot.step(np.float32([0] * 6 + [command]))
     assert [action[6] for action in robot.env.seen] == [1, -1, -1, -1, 1, 1]
+
+
+def test_a_rescued_episode_is_no_success(tmp_path, capsys):
+    robot = Robot(own(tmp_path, "Rescued"))
+    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4)
+    assert metrics["eval/success_rate"] == 0.5 and metrics["eval/steps_to_success"] == 10
+    assert "in 2 of 4 episodes" in capsys.readouterr().out
 
 
 def test_evaluation_is_without_human(tmp_path, capsys):
