@@ -5,11 +5,11 @@
 # ///
 """SAC with a discrete gripper, demonstrations and human interventions: HIL-SERL (arXiv:2410.21845).
 
-    fill demo_rb with demonstrations                                          (main)
+    fill demo_rb with demonstrations                                          (train)
     actor thread, for each environment step:                                  (Robot.take_turn)
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
-    learner, for each transition that arrives:                                (main)
+    learner, for each transition that arrives:                                (train)
         store it in online_rb; a transition by the human also in demo_rb      (store)
         `utd` times: draw a batch; `demo_ratio` of its rows are from demo_rb  (sample_batch)
             1 critics                                                         (agent.update)
@@ -1010,20 +1010,8 @@ class Progress:
     best_agent: dict | None = None
 
 
-def main(args: Args) -> dict[str, float]:
-    if args.create_data or args.test:
-        return create_data_or_test(args)
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
-        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    torch.set_num_threads(args.num_threads)
-    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
-    signals = Signals()
-    groups = join_ranks()
-    if rank() > 0:
-        with closing(Robot(args)) as robot:
-            serve(robot, groups[rank()])
-        return {}
-    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
+def train(args, device, robots, signals) -> dict[str, float]:
+    """The learner: receive transitions, update, evaluate, log and save.  -> the last metrics"""
     agent = robots[0].make_agent(device)
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
@@ -1126,23 +1114,45 @@ def main(args: Args) -> dict[str, float]:
             if args.utd or episode_ended:
                 actor.may_continue.release()
 
+    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
+        for actor in actors:
+            actor.is_stopped = True  # the robots stop before this saves
+        save_run(run, agent, progress, record_file)
+        raise
+    else:  # an error in here saves nothing: finish_run loads older weights, the best ones
         bar.close()
         if progress.global_step < args.max_steps:
             print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
         else:
             finish_run(args, run, agent, robots[0], save_dir, progress.best_agent)
             metrics |= run.rows[-1]
-    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
-        save_run(run, agent, progress, record_file)
-        raise
     finally:
-        signals.release()
         for actor in actors:
             actor.stop()
-        for robot in robots:
-            robot.close()
         record_file.close()
     return metrics
+
+
+def main(args: Args) -> dict[str, float]:
+    if args.create_data or args.test:
+        return create_data_or_test(args)
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    torch.set_num_threads(args.num_threads)
+    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
+    signals = Signals()
+    groups = join_ranks()
+    if rank() > 0:
+        with closing(Robot(args)) as robot:
+            serve(robot, groups[rank()])
+        return {}
+    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
+    try:
+        return train(args, device, robots, signals)
+    finally:
+        signals.release()
+        for robot in robots:
+            robot.close()
 
 
 # --- task: environments ---

@@ -417,6 +417,54 @@ def test_a_learner_that_fails_saves_and_closes_the_arm(utd, tmp_path, monkeypatc
     assert (tmp_path / "closed").exists()
 
 
+def test_the_arm_stops_before_a_failed_learner_saves(tmp_path, monkeypatch):
+    """With --utd 0 the arm does not wait for the learner, and writing the file takes time."""
+    source = OWN.replace("assert not self.closed", "time.sleep(0.1)").replace(
+        "import torch", "import time\nimport torch"
+    )
+    saves = []
+    save_run = sac_hybrid.save_run
+
+    def wait_and_save(*args):
+        for actor in acting():
+            actor.join(5)
+        saves.append(acting())
+        save_run(*args)
+
+    monkeypatch.setattr(sac_hybrid, "save_run", wait_and_save)
+    monkeypatch.setattr(sac_hybrid, "show_status", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        main(own(tmp_path, "Polite", source, max_steps=40, log_interval=2, utd=0.0))
+    assert saves == [[]]
+
+
+def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
+    """finish_run loads the best weights; --resume continues with the last ones."""
+    options = TINY | dict(run_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(sac_hybrid, "keep_best", keep_first)
+    with monkeypatch.context() as patch:
+        patch.setattr(sac_hybrid.Run, "finish", mock.Mock(side_effect=OSError))
+        with pytest.raises(OSError):
+            main(Args(**options))
+    saved = torch.load(tmp_path / "run" / "latest.pth")
+    assert saved["progress"]["best_agent"]["updates"] == 0
+    assert saved["agent"]["updates"] == 80
+    main(Args(**options, resume=True))
+    assert sum("report/success_rate" in row for row in rows(tmp_path / "run")) == 1
+
+
+def keep_first(progress, agent, row):
+    if row and not progress.best_agent:
+        progress.best_agent = agent.checkpoint()
+
+
+def test_a_start_that_fails_closes_the_arm(tmp_path):
+    (tmp_path / "demo.pkl").write_bytes(b"damaged")
+    with pytest.raises(SystemExit, match="--demo-paths"):
+        main(own(tmp_path, "Polite", demo_paths=[str(tmp_path / "demo.pkl")]))
+    assert (tmp_path / "closed").exists() and not (tmp_path / "run").exists()
+
+
 def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
     """With --utd 0 the updates go on while no line is logged."""
     monkeypatch.setattr(sac_hybrid, "MAX_LOSSES", 3)
