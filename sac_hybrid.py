@@ -869,7 +869,8 @@ class Robot:
         record["rewards"] = self.rewards[-1]
         record["masks"] = not (terminated or (truncated and self.args.timeout_terminal))
         record["dones"] = terminated or truncated
-        record["grasp_penalty"] = GRASP_PENALTY * num_toggles
+        penalty = info.get("grasp_penalty", GRASP_PENALTY * num_toggles)
+        record["grasp_penalty"] = to_array("grasp_penalty", penalty, (1,)).item()
         record["interventions"] = is_human
         record["takeovers"] = is_human and not self.was_human
         record["ranks"] = rank()
@@ -1162,8 +1163,9 @@ def make_env(args: Args):
     A class needs reset() and step(). Its constructor gets --image-keys (all names, those of vectors
     included) and the number of action dims. action_space, render() and close() are optional. The
     attribute `allow_intervention` is set from outside: if it is False, no human may act. step() may
-    put into its info "intervene_action", which is what a human did instead of the action, and
-    "succeed", "success" or "is_success". After a reset the grippers are open.
+    put into its info "intervene_action", which is what a human did instead of the action,
+    "grasp_penalty", which replaces the penalty of this script, and "succeed", "success" or
+    "is_success". After a reset the grippers are open.
     """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
@@ -1205,10 +1207,7 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     if value.ndim in (2, 4) and len(value) == 1:
         value = value[0]
     is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
-    is_expected = is_image or value.ndim == 1
-    if shape is not None:
-        is_expected = is_expected and value.shape == shape
-    if not is_expected:
+    if not (is_image or value.ndim == 1) or shape not in (None, value.shape):
         expected = shape or "a vector or (H,W,channels)"
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")

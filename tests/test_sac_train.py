@@ -202,6 +202,14 @@ class Rescued(Succeeds):
         return super().reset()
 
 
+class Fines(Polite):
+    def step(self, action):
+        *rest, info = super().step(action)
+        if self.t != 2:
+            info["grasp_penalty"] = np.float64(-self.t)
+        return *rest, info
+
+
 class Renders(Polite):
     def render(self):
         return np.full((50, 60, 3), 20 * self.t, np.uint8)
@@ -335,6 +343,14 @@ def test_stay_repeats_the_last_command(tmp_path):
     for command in (0, -1, 0, 0, 1, 0):
         robot.step(np.float32([0] * 6 + [command]))
     assert [action[6] for action in robot.env.seen] == [1, -1, -1, -1, 1, 1]
+
+
+def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
+    robot = Robot(own(tmp_path, "Fines"))
+    robot.reset(0)
+    close = np.float32([0] * 6 + [-1])
+    penalties = [robot.step(action)["grasp_penalty"] for action in (close, -close, close)]
+    assert penalties == pytest.approx([-1, -0.02, -3])
 
 
 def test_a_rescued_episode_is_no_success(tmp_path, capsys):
