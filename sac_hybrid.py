@@ -786,7 +786,10 @@ class Robot:
 
     def __init__(self, args):
         self.env = make_env(args)
-        self.takes_seed = "seed" in inspect.signature(self.env.reset).parameters
+        parameters = inspect.signature(self.env.reset).parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        # reset(**kwargs) of a wrapper takes a seed, too
+        self.takes_seed = "seed" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
         if not self.takes_seed:
             print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)

@@ -568,14 +568,20 @@ def test_a_class_with_a_seed_gets_it_and_one_without_is_named(tmp_path, capsys):
         + """
 
 class Seeded(Polite):
-    def reset(self, seed):
+    def reset(self, seed=None):
         self.seed = seed
         return super().reset()
+
+
+class Wrapper(Seeded):
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)
 """
     )
-    robot = Robot(own(tmp_path, "Seeded", source))
-    robot.reset(7)
-    assert robot.env.seed == 7 and "takes no seed" not in capsys.readouterr().out
+    for name in ("Seeded", "Wrapper"):
+        robot = Robot(own(tmp_path, name, source))
+        robot.reset(7)
+        assert robot.env.seed == 7 and "takes no seed" not in capsys.readouterr().out
     Robot(own(tmp_path, "Polite"))
     assert "reset() takes no seed" in capsys.readouterr().out
 
