@@ -1775,8 +1775,17 @@ def default_options(env_id) -> dict:
     return OWN_CLASS if ".py:" in env_id else GYM_ID
 
 
-# --resume cannot change these options: they belong to the start of a run.
-ONLY_AT_START = ("seed", "demo_paths", "failure_paths", "num_demos", "init_alpha")
+# --resume cannot change these options: they shape the start of a run and its records.
+ONLY_AT_START = (
+    "seed",
+    "env_id",
+    "setup_mode",
+    "image_keys",
+    "demo_paths",
+    "failure_paths",
+    "num_demos",
+    "init_alpha",
+)
 
 
 def parse_args() -> Args:

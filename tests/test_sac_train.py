@@ -820,6 +820,17 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
             parse_args()
 
 
+@pytest.mark.parametrize(
+    "option", ["--env-id Foo-v0", "--setup-mode dual-arm-fixed-gripper", "--image-keys state"]
+)
+def test_resume_keeps_what_the_records_mean(option, tmp_path, monkeypatch):
+    (tmp_path / "args.json").write_text(json.dumps(vars(Args(env_id="Pendulum-v1"))))
+    words = ["x", "--run-dir", str(tmp_path), "--resume", *option.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=f"cannot change {option.split()[0]}"):
+        parse_args()
+
+
 def test_a_resume_that_fails_leaves_the_options_of_the_run(tmp_path):
     run = tmp_path / "run"
     main(Args(**TINY | dict(max_steps=30), run_dir=str(run)))
