@@ -19,12 +19,13 @@
 
 SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
 open. The Q function of the arm does not get this command as an input: its values are averages over
-the commands in the data. The gripper explores only in the first --random-steps.
+the commands in the data. The gripper explores only in the first --random-steps. Without such steps,
+demonstrations or a human must show it when to close and open.
 
-In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
-human trembles, makes mistakes, and moves at half the maximum speed. A policy that imitates this
-human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
-many steps (docs/sac_hybrid.md has the measurements).
+In the built-in environment an arm lifts a bar whose position only the image shows. BAR_WORLD has the
+default options for it. Its scripted human trembles, makes mistakes, and moves at half the maximum
+speed. A policy that imitates this human succeeds less often than the human. Reinforcement learning
+succeeds as often and needs half as many steps (docs/sac_hybrid.md has the measurements).
 
 wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
@@ -137,7 +138,7 @@ class Args:
     eval_every: int = 5_000  # steps between evaluations; each one waits until an episode ends
     eval_episodes: int = 10  # episodes per evaluation; the best policy is kept (0: the last)
     report_episodes: int = 50  # other episodes, which test the final policy (0: none)
-    capture_video: bool = True  # play three test episodes again and film them: policy.gif
+    capture_video: bool = True  # play three of the report episodes again, for policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
@@ -151,7 +152,7 @@ class Args:
     failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no --demo-paths
-    intervention_steps: int = 0  # steps until the share of episodes with a human has fallen to 0
+    intervention_steps: int = 0  # steps in which the share of episodes with a human falls to 0
     timeout_terminal: bool = False  # do not bootstrap after a time limit
     # model
     hidden_size: int = 256  # width of actor and critics
@@ -529,7 +530,7 @@ class SACHybridAgent(nn.Module):
 
     def update_bc(self, batch: dict) -> dict:  # hybrid: cloning
         """Imitate: regress the motion of the arm and classify the gripper command. Both losses
-        train the encoder, too. None trains the standard deviation of the policy."""
+        train the encoder, too. Neither trains the standard deviation of the policy."""
         self.updates += 1
         features = self.critic.encoder(batch["obs"])
         mean, _ = self.policy(features)
