@@ -22,10 +22,11 @@ open. The Q function of the arm does not get this command as an input: its value
 the commands in the data. The gripper explores only in the first --random-steps. Without such steps,
 demonstrations or a human must show it when to close and open.
 
-In the built-in environment an arm lifts a bar whose position only the image shows. BAR_WORLD has the
-default options for it. Its scripted human trembles, makes mistakes, and moves at half the maximum
-speed. A policy that imitates this human succeeds less often than the human. Reinforcement learning
-succeeds as often and needs half as many steps (docs/sac_hybrid.md has the measurements).
+In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
+human trembles, makes mistakes, and moves at half the maximum speed. A policy that imitates this
+human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
+many steps (docs/sac_hybrid.md has the measurements). BAR_WORLD has the default options for this
+environment; they replace those in Args.
 
 wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
