@@ -5,11 +5,11 @@
 # ///
 """SAC with a discrete gripper, demonstrations and human interventions: HIL-SERL (arXiv:2410.21845).
 
-    fill demo_rb with demonstrations                                          (main)
+    fill demo_rb with demonstrations                                          (train)
     actor thread, for each environment step:                                  (Robot.take_turn)
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
-    learner, for each transition that arrives:                                (main)
+    learner, for each transition that arrives:                                (train)
         store it in online_rb; a transition by the human also in demo_rb      (store)
         `utd` times: draw a batch; `demo_ratio` of its rows are from demo_rb  (sample_batch)
             1 critics                                                         (agent.update)
@@ -19,12 +19,14 @@
 
 SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
 open. The Q function of the arm does not get this command as an input: its values are averages over
-the commands in the data. The gripper explores only in the first --random-steps.
+the commands in the data. The gripper explores only in the first --random-steps. Without such steps,
+demonstrations or a human must show it when to close and open.
 
 In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
 human trembles, makes mistakes, and moves at half the maximum speed. A policy that imitates this
 human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
-many steps (docs/sac_hybrid.md has the measurements).
+many steps (docs/sac_hybrid.md has the measurements). BAR_WORLD has the default options for this
+environment; they replace those in Args.
 
 wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
@@ -137,7 +139,7 @@ class Args:
     eval_every: int = 5_000  # steps between evaluations; each one waits until an episode ends
     eval_episodes: int = 10  # episodes per evaluation; the best policy is kept (0: the last)
     report_episodes: int = 50  # other episodes, which test the final policy (0: none)
-    capture_video: bool = True  # play three test episodes again and film them: policy.gif
+    capture_video: bool = True  # play three of the report episodes again, for policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
@@ -151,7 +153,7 @@ class Args:
     failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no --demo-paths
-    intervention_steps: int = 0  # steps until the share of episodes with a human has fallen to 0
+    intervention_steps: int = 0  # steps in which the share of episodes with a human falls to 0
     timeout_terminal: bool = False  # do not bootstrap after a time limit
     # model
     hidden_size: int = 256  # width of actor and critics
@@ -529,7 +531,7 @@ class SACHybridAgent(nn.Module):
 
     def update_bc(self, batch: dict) -> dict:  # hybrid: cloning
         """Imitate: regress the motion of the arm and classify the gripper command. Both losses
-        train the encoder, too. None trains the standard deviation of the policy."""
+        train the encoder, too. Neither trains the standard deviation of the policy."""
         self.updates += 1
         features = self.critic.encoder(batch["obs"])
         mean, _ = self.policy(features)
@@ -786,7 +788,10 @@ class Robot:
 
     def __init__(self, args):
         self.env = make_env(args)
-        self.takes_seed = "seed" in inspect.signature(self.env.reset).parameters
+        parameters = inspect.signature(self.env.reset).parameters
+        kinds = [parameter.kind for parameter in parameters.values()]
+        # reset(**kwargs) of a wrapper takes a seed, too
+        self.takes_seed = "seed" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
         if not self.takes_seed:
             print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)
@@ -869,7 +874,8 @@ class Robot:
         record["rewards"] = self.rewards[-1]
         record["masks"] = not (terminated or (truncated and self.args.timeout_terminal))
         record["dones"] = terminated or truncated
-        record["grasp_penalty"] = GRASP_PENALTY * num_toggles
+        penalty = info.get("grasp_penalty", GRASP_PENALTY * num_toggles)
+        record["grasp_penalty"] = to_array("grasp_penalty", penalty, (1,)).item()
         record["interventions"] = is_human
         record["takeovers"] = is_human and not self.was_human
         record["ranks"] = rank()
@@ -963,18 +969,21 @@ class ActorThread(threading.Thread):
 
 # --- evaluate ---
 def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
-    """Play the policy without noise. Every run has the same episodes if reset() takes a seed. An
-    episode in which a human acted does not count."""
+    """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
+
+    An episode in which a human acted is no success, and the other means leave it out.
+    """
     if num_episodes == 0:
         return {}
     results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
     results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
     if num_helped:
-        print(f"a human took over in {num_helped} of {num_episodes} episodes: they do not count")
+        print(f"a human took over in {num_helped} of {num_episodes} episodes: no success there")
     if len(results) == 0:
         return {}
     metrics = {f"{group}/{name}": float(results[name].mean()) for name in RESULTS}
+    metrics[f"{group}/success_rate"] *= len(results) / num_episodes
     lengths = results["episodic_length"][results["success_rate"] > 0]
     metrics[f"{group}/steps_to_success"] = float(lengths.mean()) if len(lengths) else math.nan
     return metrics
@@ -1007,20 +1016,8 @@ class Progress:
     best_agent: dict | None = None
 
 
-def main(args: Args) -> dict[str, float]:
-    if args.create_data or args.test:
-        return create_data_or_test(args)
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
-        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    torch.set_num_threads(args.num_threads)
-    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
-    signals = Signals()
-    groups = join_ranks()
-    if rank() > 0:
-        with closing(Robot(args)) as robot:
-            serve(robot, groups[rank()])
-        return {}
-    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
+def train(args, device, robots, signals) -> dict[str, float]:
+    """The learner: receive transitions, update, evaluate, log and save.  -> the last metrics"""
     agent = robots[0].make_agent(device)
     run, progress = start_run(args, agent, robots[0])
     online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
@@ -1123,23 +1120,45 @@ def main(args: Args) -> dict[str, float]:
             if args.utd or episode_ended:
                 actor.may_continue.release()
 
+    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
+        for actor in actors:
+            actor.is_stopped = True  # the robots stop before this saves
+        save_run(run, agent, progress, record_file)
+        raise
+    else:  # an error in here saves nothing: finish_run loads older weights, the best ones
         bar.close()
         if progress.global_step < args.max_steps:
             print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
         else:
             finish_run(args, run, agent, robots[0], save_dir, progress.best_agent)
             metrics |= run.rows[-1]
-    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
-        save_run(run, agent, progress, record_file)
-        raise
     finally:
-        signals.release()
         for actor in actors:
             actor.stop()
-        for robot in robots:
-            robot.close()
         record_file.close()
     return metrics
+
+
+def main(args: Args) -> dict[str, float]:
+    if args.create_data or args.test:
+        return create_data_or_test(args)
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    torch.set_num_threads(args.num_threads)
+    device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
+    signals = Signals()
+    groups = join_ranks()
+    if rank() > 0:
+        with closing(Robot(args)) as robot:
+            serve(robot, groups[rank()])
+        return {}
+    robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
+    try:
+        return train(args, device, robots, signals)
+    finally:
+        signals.release()
+        for robot in robots:
+            robot.close()
 
 
 # --- task: environments ---
@@ -1149,8 +1168,9 @@ def make_env(args: Args):
     A class needs reset() and step(). Its constructor gets --image-keys (all names, those of vectors
     included) and the number of action dims. action_space, render() and close() are optional. The
     attribute `allow_intervention` is set from outside: if it is False, no human may act. step() may
-    put into its info "intervene_action", which is what a human did instead of the action, and
-    "succeed", "success" or "is_success". After a reset the grippers are open.
+    put into its info "intervene_action", which is what a human did instead of the action,
+    "grasp_penalty", which replaces the penalty of this script, and "succeed", "success" or
+    "is_success". After a reset the grippers are open.
     """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
@@ -1192,10 +1212,7 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
     if value.ndim in (2, 4) and len(value) == 1:
         value = value[0]
     is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
-    is_expected = is_image or value.ndim == 1
-    if shape is not None:
-        is_expected = is_expected and value.shape == shape
-    if not is_expected:
+    if not (is_image or value.ndim == 1) or shape not in (None, value.shape):
         expected = shape or "a vector or (H,W,channels)"
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
@@ -1760,8 +1777,17 @@ def default_options(env_id) -> dict:
     return OWN_CLASS if ".py:" in env_id else GYM_ID
 
 
-# --resume cannot change these options: they belong to the start of a run.
-ONLY_AT_START = ("seed", "demo_paths", "failure_paths", "num_demos", "init_alpha")
+# --resume cannot change these options: they shape the start of a run and its records.
+ONLY_AT_START = (
+    "seed",
+    "env_id",
+    "setup_mode",
+    "image_keys",
+    "demo_paths",
+    "failure_paths",
+    "num_demos",
+    "init_alpha",
+)
 
 
 def parse_args() -> Args:

@@ -191,6 +191,25 @@ class Succeeds(Polite):
         return obs, reward, terminated, truncated, info
 
 
+class Rescued(Succeeds):
+    """Every episode succeeds; in every second one because a human acts, whatever he was told."""
+
+    episodes = 0
+
+    def reset(self):
+        self.episodes += 1
+        self.polite = self.episodes % 2 == 1
+        return super().reset()
+
+
+class Fines(Polite):
+    def step(self, action):
+        *rest, info = super().step(action)
+        if self.t != 2:
+            info["grasp_penalty"] = np.float64(-self.t)
+        return *rest, info
+
+
 class Renders(Polite):
     def render(self):
         return np.full((50, 60, 3), 20 * self.t, np.uint8)
@@ -326,6 +345,21 @@ def test_stay_repeats_the_last_command(tmp_path):
     assert [action[6] for action in robot.env.seen] == [1, -1, -1, -1, 1, 1]
 
 
+def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
+    robot = Robot(own(tmp_path, "Fines"))
+    robot.reset(0)
+    close = np.float32([0] * 6 + [-1])
+    penalties = [robot.step(action)["grasp_penalty"] for action in (close, -close, close)]
+    assert penalties == pytest.approx([-1, -0.02, -3])
+
+
+def test_a_rescued_episode_is_no_success(tmp_path, capsys):
+    robot = Robot(own(tmp_path, "Rescued"))
+    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4)
+    assert metrics["eval/success_rate"] == 0.5 and metrics["eval/steps_to_success"] == 10
+    assert "in 2 of 4 episodes" in capsys.readouterr().out
+
+
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
@@ -397,6 +431,54 @@ def test_a_learner_that_fails_saves_and_closes_the_arm(utd, tmp_path, monkeypatc
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] == 17 and not acting()
     assert (tmp_path / "closed").exists()
+
+
+def test_the_arm_stops_before_a_failed_learner_saves(tmp_path, monkeypatch):
+    """With --utd 0 the arm does not wait for the learner, and writing the file takes time."""
+    source = OWN.replace("assert not self.closed", "time.sleep(0.1)").replace(
+        "import torch", "import time\nimport torch"
+    )
+    saves = []
+    save_run = sac_hybrid.save_run
+
+    def wait_and_save(*args):
+        for actor in acting():
+            actor.join(5)
+        saves.append(acting())
+        save_run(*args)
+
+    monkeypatch.setattr(sac_hybrid, "save_run", wait_and_save)
+    monkeypatch.setattr(sac_hybrid, "show_status", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        main(own(tmp_path, "Polite", source, max_steps=40, log_interval=2, utd=0.0))
+    assert saves == [[]]
+
+
+def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
+    """finish_run loads the best weights; --resume continues with the last ones."""
+    options = TINY | dict(run_dir=str(tmp_path / "run"))
+    monkeypatch.setattr(sac_hybrid, "keep_best", keep_first)
+    with monkeypatch.context() as patch:
+        patch.setattr(sac_hybrid.Run, "finish", mock.Mock(side_effect=OSError))
+        with pytest.raises(OSError):
+            main(Args(**options))
+    saved = torch.load(tmp_path / "run" / "latest.pth")
+    assert saved["progress"]["best_agent"]["updates"] == 0
+    assert saved["agent"]["updates"] == 80
+    main(Args(**options, resume=True))
+    assert sum("report/success_rate" in row for row in rows(tmp_path / "run")) == 1
+
+
+def keep_first(progress, agent, row):
+    if row and not progress.best_agent:
+        progress.best_agent = agent.checkpoint()
+
+
+def test_a_start_that_fails_closes_the_arm(tmp_path):
+    (tmp_path / "demo.pkl").write_bytes(b"damaged")
+    with pytest.raises(SystemExit, match="--demo-paths"):
+        main(own(tmp_path, "Polite", demo_paths=[str(tmp_path / "demo.pkl")]))
+    assert (tmp_path / "closed").exists() and not (tmp_path / "run").exists()
 
 
 def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
@@ -486,14 +568,20 @@ def test_a_class_with_a_seed_gets_it_and_one_without_is_named(tmp_path, capsys):
         + """
 
 class Seeded(Polite):
-    def reset(self, seed):
+    def reset(self, seed=None):
         self.seed = seed
         return super().reset()
+
+
+class Wrapper(Seeded):
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)
 """
     )
-    robot = Robot(own(tmp_path, "Seeded", source))
-    robot.reset(7)
-    assert robot.env.seed == 7 and "takes no seed" not in capsys.readouterr().out
+    for name in ("Seeded", "Wrapper"):
+        robot = Robot(own(tmp_path, name, source))
+        robot.reset(7)
+        assert robot.env.seed == 7 and "takes no seed" not in capsys.readouterr().out
     Robot(own(tmp_path, "Polite"))
     assert "reset() takes no seed" in capsys.readouterr().out
 
@@ -730,6 +818,17 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", *option.split()])
         with pytest.raises(SystemExit, match=f"cannot change {option.split()[0]}"):
             parse_args()
+
+
+@pytest.mark.parametrize(
+    "option", ["--env-id Foo-v0", "--setup-mode dual-arm-fixed-gripper", "--image-keys state"]
+)
+def test_resume_keeps_what_the_records_mean(option, tmp_path, monkeypatch):
+    (tmp_path / "args.json").write_text(json.dumps(vars(Args(env_id="Pendulum-v1"))))
+    words = ["x", "--run-dir", str(tmp_path), "--resume", *option.split()]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match=f"cannot change {option.split()[0]}"):
+        parse_args()
 
 
 def test_a_resume_that_fails_leaves_the_options_of_the_run(tmp_path):
