@@ -4,7 +4,7 @@
     python benchmark/survivor_study.py                    # the best setting of each arm, seeds 141 to 145
     python benchmark/survivor_study.py --notes fair       # the same with notes that do not mislead
     python benchmark/survivor_study.py --tables           # the tables, from the CSV files
-    python benchmark/survivor_study.py --tune --arms HET --settings "mean, entropy .03" --seeds 121
+    python benchmark/survivor_study.py --arms HET --settings std    # a setting that was not chosen
 
 Every run is het_grpo.py with 24,576 episodes; notes come from a file and the pool does not grow. Every
 arm has four settings: an entropy bonus of 0 or .03, times advantages divided by the group's deviation
@@ -29,7 +29,7 @@ STUDY = HERE / "survivor_study.csv"
 TUNING = HERE / "survivor_tuning.csv"
 TUNING_SEEDS = (121, 122, 123)
 SEEDS = (141, 142, 143, 144, 145)
-COLUMNS = ["notes", "arm", "setting", "seed", "episodes", "unguided", "guided", "seconds"]
+COLUMNS = ["notes", "arm", "setting", "seed", "episodes", "unguided", "guided"]
 EPISODES = 24_576
 ARMS = {
     "GRPO": "--method baseline --val-rollout-expmode mixed",
@@ -75,7 +75,7 @@ def run(notes: str, arm: str, setting: str, seed: int) -> list:
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         last = json.loads((Path(folder) / "run" / "summary.json").read_text(encoding="utf-8"))
     scores = [round(last[f"eval/success_{kind}"], 4) for kind in ("unguided", "guided")]
-    return [notes, arm, setting, seed, last["global_step"], *scores, round(last["time"])]
+    return [notes, arm, setting, seed, last["global_step"], *scores]
 
 
 def read(path: Path) -> dict:
