@@ -8,22 +8,23 @@
 A language model plays a text game over several turns. A task is one start of the game. The model
 plays each task several times, and the reward of an episode is compared with the mean of its group.
 
-    pool = notes about a first round of episodes                      fill_pool
+    pool = notes about a first round of episodes                         fill_pool
     repeat:
-        choose tasks; some come with a recorded success               ExperienceMixCollateFn
-        play n episodes of each task, half of them with advice        play
-        join a prompt and each completion: a training sample          training_prompt  <- HET
-        measure the log-probs of the completion after that prompt     compute_log_prob
-        advantage = (reward - mean of the group) / std of the group   group_advantages
-        several epochs of clipped policy-gradient steps               grpo_update
-        pool += notes about the new episodes                          fill_pool
+        1. choose tasks; some come with a recorded success               ExperienceMixCollateFn
+        2. play n episodes of each task, half of them with advice        Player.play
+        3. join a prompt and each completion: a training sample          training_prompt  <- HET
+        4. measure the log-probs of the completion after that prompt     compute_log_prob
+        5. advantage = (reward - mean of the group) / std of the group   group_advantages
+        6. several epochs of clipped policy-gradient steps               grpo_update
+        7. pool += notes about the new episodes                          fill_pool
+        8. evaluate and log                                              validate
 
 Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET;
 AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows in the training sample.
 Here is an episode of the lock game, with the two samples that it can become:
 
     prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
-    turns                  red -> click 1    gold -> jam 1    blue -> click 2 ...
+    turns                  red -> click 1, gold -> jam 1, blue -> click 2, ...
     sample that keeps      advice, lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
     sample that strips             lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
     response_mask                                       1   0     0 1    0   0 1    0     0
@@ -31,52 +32,61 @@ Here is an episode of the lock game, with the two samples that it can become:
 --method decides who gets advice, and which samples keep it:
 
     baseline  no episode gets advice: GRPO
-    ec        all samples keep the advice (the policy learns to use it)
-    ei        all samples strip the advice (the policy learns to do without it)
-    het       half of the tasks of an iteration keep it, the other half strip it
+    ec        half of each group gets advice; all samples keep it: the policy learns to use advice
+    ei        half of each group gets advice; all samples strip it: it learns to do without advice
+    het       half of each group gets advice; half of the tasks keep it, the other half strip it
     sft       plays like het, but imitates the run's own successes; the simplest rival of het
 
-Replay (ExGRPO, arXiv:2510.02245) puts a recorded success of a task into its group, because a group
-with equal rewards, such as eight failures, has no gradient: --use-experience-replay.
+Replay (ExGRPO, arXiv:2510.02245): --use-experience-replay puts a recorded success into the groups
+of tasks that were not fully solved. So a group of failures has a gradient, too: without replay its
+rewards are equal.
 
-Before RL the tiny model takes 400 supervised steps on locks with random secrets. Its teacher has
-advice in 60 % of the games and then tries to follow it in 80 % of the turns. So the model can
-follow advice before the first iteration.
+Without --model-name the model is a tiny Llama. It first takes 400 supervised steps on locks with
+random secrets. In 60 % of these games its teacher has advice and follows it in 80 % of the turns. In
+all other turns it acts at random. So the model can follow advice before the first iteration.
 
 What differs from the papers, in short (docs/het_grpo.md has a table with all of it):
 
-    GRPO           The upper clip is wider than the lower one, and a large ratio has no gradient
-                   where the advantage is negative. There is no KL penalty. The loss is a mean over
-                   all tokens of a minibatch, not over responses (arXiv:2503.14476).
-    AgentEvolver   The built-in notes repeat the actions of a success. A language model writes
-                   AgentEvolver's. Stripped failures are weighed down (weaken_stripped_failures).
-    ExGRPO         A replayed token has a wide clip, and its ratio is relative to the policy before
-                   the update. ExGRPO divides by the policy that sampled it and shapes the ratio.
+    GRPO           The ratio may rise by 0.28, but fall only by 0.2. If the advantage is negative,
+                   tokens with a ratio above 3 have no gradient. There is no KL penalty. The loss
+                   is a mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
+    AgentEvolver   The built-in notes tell the actions that solve a task; in AgentEvolver a language
+                   model writes the notes. Negative advantages of stripped tokens get a smaller
+                   weight here (weaken_stripped_failures).
+    ExGRPO         Replayed tokens have a wider clip, and their ratio divides by the policy before
+                   the update. ExGRPO divides by the policy that sampled the token (here:
+                   --replay-old-logp recorded), and shapes the ratio with a function. It also
+                   prefers tasks that are solved half of the time.
 
 What a reader of the curves should know:
 
-    Guided and unguided episodes of a task share one group mean. Where advice helps, an unguided
-    episode is compared with a mean that advice has raised.
+    Episodes of a group with and without advice are compared with one mean. Where advice helps, it
+    raises this mean, and an episode without advice looks worse.
     The baseline is evaluated on all held-out tasks. The other methods split these tasks: one half
-    with advice, the other half without. global_step counts the first round of notes, too.
+    with advice, the other half without. global_step also counts the episodes of the first round.
     The held-out locks have the same twelve secrets for every seed.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R response tokens (right-padded),
-V vocabulary. The response has the tokens of all turns; those of the environment have no loss.
+V vocabulary. The response holds all turns. Only the tokens of the agent have a loss.
 
 The algorithm comes first, up to `main`. Metrics, environments, models, run folder, checks of
-options, checkpoints and torch.distributed follow. Some names come from docs/design.md:
+options, checkpoints and torch.distributed follow. Names from docs/design.md mean here:
 
-    experience                   notes, or recorded successes
-    woexp                        without advice
-    discard                      strip
-    exp_mask                     tokens that are off-policy
-    convert_offpolicy_to_cmt     make a recorded episode a member of a group
-    samples_to_dataproto         make a batch of tensors
-    skip_uid_set                 retired tasks
+    experience                          notes (in the pool), or recorded successes (in replay)
+    woexp, discard                      without advice; strip
+    exp_mask                            1 on off-policy tokens: stripped or replayed ones
+    data_id, rollout_id                 which group of the batch; which member of the group
+    tokenize_steps                      join the token ids of all turns
+    get_extra                           is a sample replayed, is it off-policy
+    samples_to_dataproto                make a batch of tensors
+    convert_offpolicy_to_cmt            make a recorded episode a member of a group
+    update_difficulty2task_dict         count the successes of each task
+    skip_uid_set                        retired tasks
+    sample_tasks_from_replaypool        draw tasks for replay
+    get_offpolicy_trajectories_from_memory    the recorded success of a task, as a list
+    ExperienceMixCollateFn              chooses tasks: some for replay, others in passes over all
 
-Functions that are also in ppo_v1.py are exact copies. Comments such as "# v1: lora" in them name
-features of ppo_v1.py.
+Comments such as "# v1: lora" are in functions that are copies of those in ppo_v1.py.
 
     python het_grpo.py                                       # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -133,8 +143,9 @@ MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer may take
 RETRIEVER_TIME_LIMIT = 10.0  # seconds that a retriever may take for a question
+MAX_TIMEOUTS = 3  # after this many time-outs a function is not called again
 WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
-PRACTICE = 1_000_000  # tasks from here on are for practice; each has its own secret
+PRACTICE = 1_000_000  # the tiny model practices on tasks from here on; each has its own secret
 
 
 def preset(rollouts: str, samples: str, keepratio: float) -> dict:
@@ -180,9 +191,9 @@ class Args:
     fsdp: bool = False  # shard gradients and optimizer over the processes of torchrun (FSDP2)
     # task
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
-    num_train_tasks: int = 240  # tasks 0, 1, ... are for training, the next ones are held out
+    num_train_tasks: int = 240  # number of training tasks; the held-out tasks follow them
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # a terminated episode with at least this return is a success
+    success_reward: float = 1.0  # return of a success, if info["success"] does not say it
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
     chat_template: bool = False  # format each prompt as a user message
@@ -190,7 +201,7 @@ class Args:
     # rollout
     num_tasks: int = 8  # tasks per iteration (B / n)
     group_size: int = 8  # episodes per task (n), replayed ones included
-    max_turn_tokens: int = 1  # tokens of one action, including EOS
+    max_turn_tokens: int = 1  # tokens of one action, including EOS if it is sampled
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
@@ -206,28 +217,30 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Method = "het"  # decides the four options below that are None
-    enable: bool = True  # --no-enable trains with --method baseline: no advice
-    val_rollout_expmode: RolloutMode | None = None  # who gets advice in evaluation (woexp: nobody)
-    train_rollout_expmode: RolloutMode | None = None  # who gets advice in training (woexp: nobody)
-    rollout_expratio: float = 0.5  # share of the episodes of a group that gets advice (mixed)
-    train_sample_expmode: SampleMode | None = None  # whether training samples keep advice
-    train_sample_keepratio: float | None = None  # share of the tasks that keep it (hybrid)
+    method: Method = "het"  # sets those of the *_expmode and keepratio options that are None
+    enable: bool = True  # --no-enable is the same as --method baseline: no advice
+    val_rollout_expmode: RolloutMode | None = None  # in evaluation: who gets advice (woexp: nobody)
+    train_rollout_expmode: RolloutMode | None = None  # in training: who gets advice (woexp: nobody)
+    rollout_expratio: float = 0.5  # mixed: share of the episodes that get advice
+    train_sample_expmode: SampleMode | None = None  # which training samples keep the advice
+    train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep it
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
-    experience_pool: str | None = None  # JSONL file with topic and text per line to start from
+    experience_pool: str | None = None  # JSONL file with the first notes: topic and text
     init_exp_before_training: int = 96  # tasks that are played to fill the pool (0: none)
-    updated_freq: int = 1  # iterations between additions to the pool (0: never)
-    val_summarizer_save: bool = False  # add notes about held-out tasks: leaks them into training
+    updated_freq: int = 1  # iterations between additions of notes (0: never)
+    val_summarizer_save: bool = False  # add notes about held-out tasks: a leak into training
     summarizer: str | None = None  # file.py:function(episodes, ask) -> list of (topic, text)
     retriever: str | None = None  # file.py:function(question, top_k) -> text
     off_cliprange_high: float = 0.6  # upper clip range of stripped and replayed tokens
     # replay: recorded successes
-    use_experience_replay: bool = False  # put a recorded success into the groups of some tasks
-    exp_ratio: float = 0.5  # share of the tasks of an iteration that come from the replay pool
-    exp_select_mode: SelectMode = "argmin"  # replay the success of lowest, highest or any entropy
-    experience_rbound: int | None = None  # replay tasks with up to this many successes (None: n-1)
-    replay_old_logp: Literal["current", "recorded"] = "current"  # what a replayed ratio divides by
-    retire_solved: bool = False  # leave out tasks whose last group had no failure
+    use_experience_replay: bool = False  # put a recorded success into some groups
+    exp_ratio: float = 0.5  # largest share of the tasks of an iteration that are replayed
+    exp_select_mode: SelectMode = "argmin"  # lowest, highest, any entropy (sft: length)
+    experience_rbound: int | None = None  # replay tasks with at most so many successes (None: n-1)
+    replay_old_logp: Literal["current", "recorded"] = (
+        "current"  # denominator of the ratios of replayed tokens
+    )
+    retire_solved: bool = False  # skip tasks whose last group had only successes
 
     def __post_init__(self):
         """Fill in what --method decides, then check."""
@@ -253,9 +266,8 @@ class Args:
     @property
     def uses_pool(self) -> bool:
         """Whether some episodes get advice."""
-        validates_with_advice = self.val_rollout_expmode != "woexp"
-        trains_with_advice = self.train_rollout_expmode != "woexp"
-        return validates_with_advice or trains_with_advice or self.imitate_iterations > 0
+        modes = {self.val_rollout_expmode, self.train_rollout_expmode}
+        return modes != {"woexp"} or self.imitate_iterations > 0
 
 
 # --- networks ---
@@ -318,7 +330,7 @@ def logprobs_and_entropy(policy, batch: dict):
 def compute_log_prob(policy, batch: dict, args):
     """logprobs_and_entropy() of a whole batch, without gradients.  -> 2 x (B,R)
 
-    Every rank measures its rows in micro-batches; the sum over ranks fills in the other rows.
+    Each rank fills in its rows, in micro-batches. The sum over ranks then has all rows.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
@@ -345,12 +357,12 @@ class Trajectory:
     task: int  # seed of the environment
     data_id: int = 0  # number of its group in the batch
     rollout_id: int = 0  # its place in the group
-    guided: bool = False  # asks for advice (there may be none)
+    guided: bool = False  # should get advice (the pool may have none)
     keep: bool = True  # the training sample keeps the advice
     version: int = 0  # iteration that sampled it
     question: str = ""
-    topic: str = ""  # what a note about this episode is about; it is found by these words
-    advice: str = ""  # what it got ("": nothing)
+    topic: str = ""  # the words by which a note about this episode is found
+    advice: str = ""  # the advice that it got ("": none)
     prompt_ids: list[int] = empty_list()  # the question alone
     advised_ids: list[int] = empty_list()  # the prompt that was read, with the advice if any
     steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
@@ -369,7 +381,7 @@ class Trajectory:
 
 
 def inject_experience(question: str, advice: str, template: str) -> str:
-    """Put the advice before the question. The texts may have braces: str.format would fail."""
+    """Put the advice before the question. Not str.format: the texts may have braces."""
     if not advice:
         return question
     before, _, after = template.partition("{}")
@@ -379,8 +391,8 @@ def inject_experience(question: str, advice: str, template: str) -> str:
 def training_prompt(t: Trajectory) -> list[int]:
     """The prompt of the training sample. This is the idea of hybrid experience training.
 
-    With the advice the sample is on-policy, and the policy learns to use advice. After the question
-    alone the same tokens are off-policy, and the policy learns to do without advice.
+    If the advice is kept, the sample is on-policy: the policy learns to use advice. If it is
+    stripped, the same tokens are off-policy: the policy learns to act without advice.
     """
     return t.advised_ids if t.keep else t.prompt_ids
 
@@ -414,24 +426,24 @@ def draw(count: int, share: float, rng) -> list[bool]:
 def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
     """The episodes to play: the group of each task, without the member that is replayed.
 
-    All members of a group keep the advice, or all strip it. A recorded success that had advice
-    decides for its group, because its log-probs were recorded with one of the two prompts. As many
-    of the other groups keep the advice as are missing from the share.
+    All members of a group keep the advice, or all strip it. If its replayed member had advice, the
+    group does what this member did when it was recorded: the recorded log-probs belong to that
+    prompt. For the other groups we draw, so that the share of groups that keep is met if possible.
     """
     keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
     guided_share = share_of(args.train_rollout_expmode, args.rollout_expratio)
-    keeps = {t.data_id: t.keep for t in replayed if t.advice}
-    undecided = [data_id for data_id in range(len(tasks)) if data_id not in keeps]
-    num_missing = max(0, num_chosen(len(tasks), keep_share) - sum(keeps.values()))
-    keeping = rng.sample(undecided, min(num_missing, len(undecided)))
-    for data_id in undecided:
-        keeps[data_id] = data_id in keeping
+    group_keeps = {t.data_id: t.keep for t in replayed if t.advice}
+    undecided = [data_id for data_id in range(len(tasks)) if data_id not in group_keeps]
+    num_to_draw = max(0, num_chosen(len(tasks), keep_share) - sum(group_keeps.values()))
+    drawn = rng.sample(undecided, min(num_to_draw, len(undecided)))
+    group_keeps |= {data_id: data_id in drawn for data_id in undecided}
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
         guided = draw(num_fresh, guided_share, rng)
         for i in range(num_fresh):
-            t = Trajectory(task, data_id, i, guided[i], keeps[data_id], version=iteration)
+            t = Trajectory(task, data_id, rollout_id=i, guided=guided[i], version=iteration)
+            t.keep = group_keeps[data_id]
             planned.append(t)
     return planned
 
@@ -440,10 +452,10 @@ def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
     The token was sampled with the advice, and the policy ratio knows only the question. This factor
-    is the importance weight between the two prompts, for one token and at most 1: a token that only
-    the advice made likely is hardly pushed down. Positive advantages get no factor, because
-    stripping is meant to make such tokens likely without advice. So the advantages of a group no
-    longer add up to 0. AgentEvolver has no such factor.
+    is the importance weight between the two prompts, for one token and at most 1: a token that was
+    likely only because of the advice is hardly made less likely. Positive advantages do not change,
+    because stripping is meant to make such tokens likely without advice. So the advantages of a
+    group no longer add up to 0. AgentEvolver has no such factor.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -536,13 +548,13 @@ class Player:
         return True
 
     def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
-        """Play one episode in each environment. In each round all of them take one turn."""
-        retrieve = functools.cache(self.pool.retrieve)  # episodes of a group share their question
+        """Play one episode in each environment. All take a turn, then all take the next one."""
+        retrieve = functools.cache(self.pool.retrieve)  # a group has one question: ask once
         games = list(zip(trajectories, self.envs, strict=False))  # ends with the shorter list
         for t, env in games:
             self.start_game(t, env, retrieve, iteration)
         num_tokens = self.args.max_turn_tokens
-        first_token = 0
+        first_token = 0  # of this turn, in the uniform numbers
         while games:
             turn_uniforms = None
             if uniforms is not None:
@@ -567,8 +579,8 @@ class Player:
         my_share = trajectories[rank() :: world_size()]
         if uniforms is not None:
             uniforms = uniforms.to(self.policy.eos_ids.device)
-        # Inside one autocast a weight is cast to bfloat16 once. The autocast of the policy's forward
-        # alone would cast it again for every token.
+        # One autocast around all turns casts each trained weight to bfloat16 once. The autocast of
+        # the policy's forward alone would cast it again for every token.
         device_type = self.policy.eos_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
             for start in range(0, len(my_share), len(self.envs)):
@@ -616,7 +628,7 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
         row["sampler_logprobs"] = t.sampler_logprobs or zeros  # the teacher samples nothing
         row["recorded_old_log_probs"] = t.old_log_probs or zeros  # nothing is recorded yet
         row["prompt_ids"] = training_prompt(t)
-        row["off_policy"] = [extra["off_policy"]]
+        row["off_policy"] = extra["off_policy"]
         for name, values in row.items():
             columns[name].append(values)
     ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
@@ -625,7 +637,7 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
         ids=ids.clamp(min=0),
         mask=(ids >= 0).long(),
         response_mask=response_mask,
-        exp_mask=response_mask * torch.tensor(columns["off_policy"]),
+        exp_mask=response_mask * torch.tensor(columns["off_policy"])[:, None],
         replay_mask=pad(columns["replay_mask"], value=0),
         sampler_logprobs=pad(columns["sampler_logprobs"], value=0),
         recorded_old_log_probs=pad(columns["recorded_old_log_probs"], value=0),
@@ -667,18 +679,6 @@ def k3_kl(logp, logq):
     return logratio.exp() - 1 - logratio
 
 
-def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
-    ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
-    unclipped = -advantages * ratio
-    high = clip_coef_high or clip_coef  # v1: clip
-    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
-    loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
-        loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
-    return loss, (loss != unclipped).float()
-
-
 # --- experience pool: notes ---
 def episode_of(t: Trajectory) -> dict:
     """An episode in words, for summarizers and episodes.jsonl."""
@@ -708,15 +708,16 @@ def words_of(text: str) -> frozenset:
 class ExperiencePool:
     """Notes about earlier episodes. A summarizer writes them, and `search` finds them.
 
-    With --retriever the user's function gives the advice, and the notes are only written.
+    With --retriever the user's function finds the advice, and nobody searches these notes.
     """
 
     def __init__(self, args):
         self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
-        self.num_failed_calls = 0
+        self.num_failed_calls = 0  # on this rank
+        self.num_timeouts = Counter()  # by option
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
-        # A note that quotes the template would be advice inside advice: add() refuses it. A short
-        # template is not looked for, because its words may occur in a note by chance.
+        # A note that quotes the template would be advice inside advice, so add() refuses it. The
+        # marker is the longer half of the template. Up to 20 characters may be there by chance.
         self.marker = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         self.retriever = None
@@ -740,18 +741,13 @@ class ExperiencePool:
     def fill_pool(self, trajectories: list[Trajectory], step: int):
         """Add what the summarizer writes about these episodes. Only rank 0 asks the summarizer."""
         notes = []
-        if rank() == 0:
+        if rank() == 0 and self.num_timeouts["--summarizer"] < MAX_TIMEOUTS:
             episodes = [episode_of(t) for t in trajectories]
             result = call_within_limit(TIME_LIMIT, self.summarizer, episodes, self.ask)
-            is_built_in = self.summarizer is summarize_successes
-            writer = "the built-in summarizer" if is_built_in else "--summarizer"
-            if not isinstance(result, list):
-                self.count_failure(writer, result)
-                result = []
-            notes = [note for note in result if is_note(note)]
-            malformed = [note for note in result if not is_note(note)]
-            if malformed:
-                self.count_failure(writer, malformed)
+            is_list = isinstance(result, list)
+            notes = [note for note in result if is_note(note)] if is_list else []
+            if not is_list or len(notes) < len(result):
+                self.count_failure("--summarizer", result)
         for topic, text in gather_objects(notes)[0]:
             self.add(topic, text, step)
 
@@ -759,6 +755,8 @@ class ExperiencePool:
         """Advice for a question, "" if there is none."""
         if self.retriever is None:
             return self.search(question, step)
+        if self.num_timeouts["--retriever"] == MAX_TIMEOUTS:
+            return ""
         advice = call_within_limit(RETRIEVER_TIME_LIMIT, self.retriever, question, RETRIEVE_TOP_K)
         if not isinstance(advice, str):
             self.count_failure("--retriever", advice)
@@ -767,20 +765,27 @@ class ExperiencePool:
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
+        self.num_timeouts[option] += isinstance(result, TimeoutError)
         print(f"{option} returned {result!r:.300}; the run goes on without it")
+        if self.num_timeouts[option] == MAX_TIMEOUTS:
+            print(f"{MAX_TIMEOUTS} calls took too long: {option} is not called again")
+
+    def failed_calls(self) -> int:
+        """Calls that failed on all ranks."""
+        return sum(gather_objects(self.num_failed_calls))
 
     def search(self, question: str, step: int) -> str:
-        """Notes whose topics share most words with the question; rare words weigh more.
+        """Notes whose topics share the most words with the question; rare words count more.
 
-        Notes of this iteration are not read: the evaluation, which comes after they were written,
-        finds the same notes as the training episodes. Among equal scores the newest comes first.
+        Notes of this iteration are ignored, so that training and evaluation of an iteration use the
+        same notes. Among equal scores the newest note comes first.
         """
         readable = [record for record in self.records if record["step"] < step]
         counts = Counter(word for record in readable for word in words_of(record["topic"]))
         scored = []
         for record in reversed(readable):  # the newest first: sorting keeps this order in a tie
             shared = words_of(record["topic"]) & words_of(question)
-            # fsum: the order of a set must not matter
+            # fsum: the result does not depend on the order of a set
             score = math.fsum(math.log(1 + len(readable) / counts[word]) for word in shared)
             if score > 0:
                 scored.append((score, record["text"]))
@@ -803,11 +808,12 @@ class ExperiencePool:
                 )
 
     def state_dict(self) -> dict:
-        return dict(records=self.records, num_failed_calls=self.num_failed_calls)
+        return dict(records=self.records, num_failed_calls=self.failed_calls())
 
     def load_state_dict(self, state: dict):
         self.records = state["records"]
-        self.num_failed_calls = state["num_failed_calls"]
+        if rank() == 0:
+            self.num_failed_calls = state["num_failed_calls"]
 
 
 # --- replay: recorded successes ---
@@ -824,8 +830,7 @@ class ExperienceManager:
         """Count the successes of each group, without the replayed members."""
         for task in {t.task for t in fresh}:
             results = [t.success for t in fresh if t.task == task]
-            # In a group with a replayed member only n - 1 episodes are fresh. If all of them
-            # succeed, the task is solved. A solved task has the number n.
+            # A solved task has the number n, even if a replayed member left only n - 1 fresh ones.
             self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
@@ -839,10 +844,10 @@ class ExperienceManager:
                 self.memory.pop(task, None)
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
-    def preference(self, t: Trajectory) -> float:
-        """The success with the lowest number is replayed; a full memory drops the highest.
+    def rank_value(self, t: Trajectory) -> float:
+        """Lower is better: the lowest is replayed, and a full memory drops the highest.
 
-        The number is the entropy of the episode, or for imitation its length.
+        The value is the entropy when the episode was recorded, or for imitation its length.
         """
         if self.args.exp_select_mode == "random":
             return 0.0
@@ -850,12 +855,12 @@ class ExperienceManager:
         return value if self.args.exp_select_mode == "argmin" else -value
 
     def save_trajectories_to_memory(self, trajectories: list[Trajectory]):
-        """A full memory drops the least preferred success; among equals the oldest."""
+        """Store successes of each task, as many as fit."""
         for t in trajectories:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
             if len(stored) > MAX_TRAJECTORIES_PER_TASK:
-                stored.remove(max(stored, key=self.preference))
+                stored.remove(max(stored, key=self.rank_value))
 
     def valid_tasks(self) -> dict[int, list[int]]:
         """Tasks that may be replayed, in buckets: number of successes -> tasks.
@@ -881,12 +886,12 @@ class ExperienceManager:
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
-        """The preferred success of a task, as a list; among equals a random one."""
+        """The stored success with the lowest value, as a list; among equal values a random one."""
         shuffled = rng.sample(self.memory[task], len(self.memory[task]))
-        return [min(shuffled, key=self.preference)]
+        return [min(shuffled, key=self.rank_value)]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
-        """A recorded success of each task. It takes the last place of its group."""
+        """A recorded success of each task, as the last member of its group."""
         batch = []
         for data_id, task in enumerate(tasks):
             for stored in self.get_offpolicy_trajectories_from_memory(task, rng):
@@ -905,7 +910,7 @@ class ExperienceManager:
 
 
 class ExperienceMixCollateFn:
-    """Chooses the tasks of an iteration: some to be replayed, the others in passes over all."""
+    """Chooses the tasks of an iteration: some for replay, the others in passes over all tasks."""
 
     def __init__(self, args, manager: ExperienceManager, tasks: list[int]):
         self.args = args
@@ -924,23 +929,25 @@ class ExperienceMixCollateFn:
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """The next tasks of the pass. Retired tasks are left out while there are unsolved ones.
+        """The next tasks of the pass. Retired tasks are left out while there are others.
 
-        Tasks that are replayed in this iteration keep their place in the pass. So does a task that
-        was chosen just before: it can wait twice, because a new pass is appended to the old one.
+        A task that is already in this iteration goes back to the front of the queue. When a pass
+        ends, the next one follows such tasks, so a task can be in the queue more than once.
         """
         unsolved = set(self.tasks) - self.manager.skip_uid_set - set(experience_tasks)
         chosen = []
-        kept = []
+        postponed = []
         while len(chosen) < count:
             if not self.waiting:
                 self.start_pass()
             task = self.waiting.pop(0)
+            nothing_else = unsolved.issubset(chosen)
             if task in experience_tasks or task in chosen:
-                kept.append(task)
-            elif task in unsolved or unsolved.issubset(chosen):
+                postponed.append(task)
+            elif task in unsolved or nothing_else:
                 chosen.append(task)
-        self.waiting = kept + self.waiting
+            # else: a retired task drops out of this pass
+        self.waiting = postponed + self.waiting
         return chosen
 
     def start_pass(self):
@@ -985,43 +992,43 @@ def draw_successes(manager, args, rng) -> list[Trajectory]:
 
 # --- update ---
 def grpo_token_losses(new_logprobs, minibatch: dict, args) -> dict:
-    """Clipped surrogate of each token. Off-policy tokens have an upper clip range of their own."""
-    old_logprobs = minibatch["old_logprobs"]
+    """Clipped surrogate of each token (eq. 7 of PPO), with a dual clip (arXiv:1912.09729).
+
+    Off-policy tokens have an upper clip range of their own.
+    """
     advantages = minibatch["advantages"]
     is_off = minibatch["exp_mask"] == 1
-    on_loss, on_clipped = policy_loss(
-        new_logprobs, old_logprobs, advantages, CLIP_LOW, CLIP_HIGH, DUAL_CLIP
-    )
-    off_loss, off_clipped = policy_loss(
-        new_logprobs, old_logprobs, advantages, CLIP_LOW, args.off_cliprange_high, DUAL_CLIP
-    )
+    clip_high = torch.where(is_off, args.off_cliprange_high, CLIP_HIGH)
+    logratio = new_logprobs - minibatch["old_logprobs"]
+    ratio = logratio.clamp(-20, 20).exp()  # without the clamp exp can overflow
+    unclipped = -advantages * ratio
+    clipped = -advantages * torch.minimum(ratio.clamp(min=1 - CLIP_LOW), 1 + clip_high)
+    loss = torch.max(unclipped, clipped)
+    # If the advantage is negative, max() does not limit the loss of a large ratio.
+    loss = torch.where(advantages < 0, torch.min(loss, -advantages * DUAL_CLIP), loss)
+    is_clipped = (loss != unclipped).float()
     return dict(
-        policy_loss=torch.where(is_off, off_loss, on_loss),
-        clipfrac_on=on_clipped.where(~is_off, 0.0),
-        clipfrac_off=off_clipped.where(is_off, 0.0),
+        policy_loss=loss,
+        clipfrac_on=is_clipped.where(~is_off, 0.0),
+        clipfrac_off=is_clipped.where(is_off, 0.0),
     )
-
-
-def sft_token_losses(new_logprobs, minibatch: dict) -> dict:
-    """Cross-entropy on successes: their advantage is 1. There is no clip."""
-    return dict(policy_loss=-minibatch["advantages"] * new_logprobs)
 
 
 def minibatch_loss(policy, minibatch: dict, num_tokens, args):
     """-> loss, dict of statistics, log-ratios (B,R)
 
     Loss and statistics are sums over these rows, divided by the number of tokens of the whole
-    minibatch: then they add up over micro-batches and ranks. clipfrac_off is a share of all tokens,
-    too. approx_kl estimates a KL divergence only if all samples are on-policy.
+    minibatch, so that micro-batches and ranks add up. Each clipfrac is a share of all tokens.
+    approx_kl estimates a KL divergence only if all samples are on-policy.
     """
     mask = minibatch["response_mask"].float()
     is_off = minibatch["exp_mask"].float()
     old_logprobs = minibatch["old_logprobs"]
     new_logprobs, entropy = logprobs_and_entropy(policy, minibatch)
     if not args.ent_coef:
-        entropy = entropy.detach()  # only logged: skip its backward pass
-    if args.method == "sft":
-        per_token = sft_token_losses(new_logprobs, minibatch)
+        entropy = entropy.detach()  # only for the log: no backward pass
+    if args.method == "sft":  # cross-entropy on successes: their advantage is 1, others have 0
+        per_token = dict(policy_loss=-minibatch["advantages"] * new_logprobs)
     else:
         per_token = grpo_token_losses(new_logprobs, minibatch, args)
     per_token["on_policy_loss"] = per_token["policy_loss"] * (1 - is_off)
@@ -1065,7 +1072,7 @@ def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, fl
             else:
                 num_skipped += 1  # a NaN must not reach the weights
     if num_skipped == len(steps):
-        sys.exit("no step of this update had a finite loss and gradient")
+        sys.exit("in every step of an update the loss or the gradient was not finite")
     metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
         per_step = torch.stack([stats[name] for stats in steps])
@@ -1083,9 +1090,9 @@ def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, fl
 def validate(player: Player, held_out: list[int], iteration: int):
     """Play held-out tasks greedily, a share of them with advice.  -> metrics, episodes
 
-    eval/success_rate is over the tasks without advice, if there are any. Episodes that should get
-    advice but found no note are neither in success_guided nor in success_unguided. These two are
-    measured on different tasks, so their difference has the noise of the tasks.
+    eval/success_rate counts the tasks without advice, or all tasks if there are none. Episodes that
+    should get advice but found no note are neither in success_guided nor in success_unguided. These
+    two are measured on different tasks, so their difference has the noise of the tasks.
     """
     args = player.args
     rng = random.Random(0)
@@ -1139,27 +1146,25 @@ def main(args: Args) -> dict[str, float]:
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
-    if args.model_name is None:
-        # With LoRA a checkpoint has the adapters only. The base model practises again, from the
-        # same seed.
-        if args.lora_rank or not is_resumed:
-            practise(player)
+    # A LoRA checkpoint has only the adapters: the base model practices again, with the same seed.
+    if args.model_name is None and (args.lora_rank or not is_resumed):
+        practice(player)
     optimizer = prepare_training(policy, args, device)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
     imitation_args = args.for_imitation() if args.imitate_iterations else args
 
     state = dict(iteration=0, global_step=0)
-    memories = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
+    stateful = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
     rows = []  # what has been logged
     if is_resumed:
         saved = load_checkpoint(policy, optimizer, args)
         state = saved["state"]
         rows = saved["rows"]
-        for name, memory in memories.items():
-            memory.load_state_dict(state[name])
+        for name, part in stateful.items():
+            part.load_state_dict(state[name])
     run = Run(args, rows)
-    if rows:
+    if is_resumed:
         metrics, episodes = rows[-1], []
     else:
         if args.uses_pool and args.init_exp_before_training:
@@ -1181,14 +1186,15 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        phase = imitation_args if iteration <= args.imitate_iterations else args
+        phase = imitation_args if iteration <= args.imitate_iterations else args  # options
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
         replayed = manager.get_offpolicy_batch(experience_tasks, replay_rng)
 
         # 2. play the other episodes of each group, some of them with advice
-        tasks_of_groups = experience_tasks + on_policy_tasks
+        num_notes = len(pool.records)  # notes that these episodes can get
+        tasks_of_groups = experience_tasks + on_policy_tasks  # data_ids of `replayed` come first
         planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
         fresh = player.play(planned, iteration, draw_uniforms(phase.num_tasks, phase, generator))
         state["global_step"] += len(fresh)
@@ -1197,11 +1203,12 @@ def main(args: Args) -> dict[str, float]:
         trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
         if phase.method == "sft":
             manager.save_trajectories_to_memory([t for t in fresh if t.success])
+            # Before the first success the samples are failures, which have no loss.
             trajectories = draw_successes(manager, phase, exp_rng) or trajectories
         batch = samples_to_dataproto(trajectories, device)
 
-        # 4. log-probs before the update. They are compared with those of the sampler, then
-        # recorded. Only then recorded ones may replace them.
+        # 4. log-probs before the update. First compare them with those of the sampler, then record
+        # them. Only after that recorded ones may replace them.
         batch["old_logprobs"], entropy = compute_log_prob(policy, batch, phase)
         mismatch = logprob_mismatch(trajectories, batch, iteration)
         if phase.use_experience_replay:
@@ -1216,8 +1223,7 @@ def main(args: Args) -> dict[str, float]:
         else:
             advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
-        if phase.train_sample_expmode != "keep":
-            weaken_stripped_failures(batch)
+        weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
         # 6. update
@@ -1231,8 +1237,8 @@ def main(args: Args) -> dict[str, float]:
         # 8. evaluate and log
         metrics = {
             "global_step": state["global_step"],
-            "exp/pool_size": len(pool.records),
-            "exp/failed_calls": pool.num_failed_calls,
+            "exp/pool_size": num_notes,
+            "exp/failed_calls": pool.failed_calls(),
             "charts/learning_rate": learning_rate,
             "charts/SPS": len(fresh) / (time.time() - start_time),  # episodes per second
             "time/rollout": rollout_time,
@@ -1240,7 +1246,7 @@ def main(args: Args) -> dict[str, float]:
             "time/notes": time.time() - start_time - rollout_time - update_time,
         }
         metrics |= rollout_metrics(fresh, replayed, trajectories) | mismatch | losses
-        if args.use_experience_replay:
+        if phase.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
         is_last = iteration == args.num_iterations
         if is_last or iteration % args.eval_every == 0:
@@ -1255,7 +1261,7 @@ def main(args: Args) -> dict[str, float]:
         interrupted = any_rank(signals.received, device)
         if is_last or interrupted or iteration % args.save_every == 0:
             state["iteration"] = iteration
-            state |= {name: memory.state_dict() for name, memory in memories.items()}
+            state |= {name: part.state_dict() for name, part in stateful.items()}
             save_checkpoint(run, policy, optimizer, state)
         if interrupted and not is_last:
             progress.close()
@@ -1271,7 +1277,7 @@ def main(args: Args) -> dict[str, float]:
 
 
 def prepare_training(policy: Policy, args, device):
-    """Add adapters, use bfloat16, shard: what the options say, in this order.  -> the optimizer"""
+    """Add adapters, switch to bfloat16, shard, as the options say.  -> the optimizer"""
     if args.lora_rank:
         add_adapters(policy, args)
         policy.to(device)
@@ -1301,7 +1307,7 @@ def make_player(args, tasks: list[int], held_out: list[int], device) -> Player:
 
 
 def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
-    """Episodes of training tasks without advice: the first notes are about them."""
+    """Play training tasks without advice, to get the first notes."""
     args = player.args
     num_tasks = min(args.init_exp_before_training, len(tasks))
     planned = []
@@ -1312,7 +1318,7 @@ def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
 
 # --- metrics ---
 def rollout_metrics(fresh, replayed, samples) -> dict:
-    """Means over new episodes, replayed episodes and samples. A mean over nothing is left out."""
+    """Means over new episodes, replayed episodes and samples. Without values there is no metric."""
     values = defaultdict(list)
     groups = defaultdict(list)
     for t in fresh:
@@ -1361,8 +1367,8 @@ class LockEnv:
     """Press four buttons in the right order; a wrong button costs a turn.
 
     Locks of a family share a secret, and training has locks of all families. So a held-out lock is
-    a new room of a known family. Of 100 locks, chance opens 7, and a careful player without memory
-    opens 14.
+    a new room of a known family. Random actions open 7 % of the locks. A player who remembers
+    nothing of earlier locks, but never repeats a wrong button, opens 14 %.
     """
 
     actions = ("red", "green", "blue", "gold")
@@ -1393,25 +1399,27 @@ class LockEnv:
 
 
 class TextEnv:
-    """An environment as a text game. `step` returns the five values of Gymnasium's step."""
+    """An environment as a text game, with the five values of Gymnasium's step."""
 
     def __init__(self, args):
         name, brace, options = args.env.partition("{")
-        options = json.loads(brace + options or "{}")
+        options = json.loads((brace + options) or "{}")
         if name == "lock":
             self.env = LockEnv(**options)
         elif ":" in name:
             self.env = load_object(name)(**options)
         else:
-            self.env = gym.make(name, **options).unwrapped
+            self.env = gym.make(name, **options).unwrapped  # --max-turns is the time limit
         self.success_reward = args.success_reward
-        names = getattr(self.env, "actions", ())
-        actions = names
+        words = getattr(self.env, "actions", ())
+        values = words
         space = getattr(self.env, "action_space", None)
         if isinstance(space, gym.spaces.Discrete):
-            actions = range(space.start, space.start + space.n)
-            names = names or map(str, actions)
-        self.actions = dict(zip(names, actions, strict=True))  # word -> action; empty: any text
+            values = range(space.start, space.start + space.n)
+            words = words or map(str, values)
+        self.actions = dict(
+            zip(words, values, strict=True)
+        )  # what is said -> action; empty: any text
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
@@ -1421,13 +1429,13 @@ class TextEnv:
     def step(self, text: str):
         """Take the action that the text names last. Text without an action has a reward of -1.
 
-        This reward does not affect success. An episode is a success if info["success"] of its last
-        step is true. Without this entry it is a success if it terminated and the environment's
-        rewards reach --success-reward.
+        This penalty does not change whether the episode is a success. It is one if the last
+        info["success"] is true, or without this entry, if the episode terminated and the rewards of
+        the environment reach --success-reward.
         """
         action = text
         if self.actions:
-            found = []
+            found = []  # where a name ends, its length, the name
             for name in self.actions:
                 pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
                 for match in re.finditer(pattern, text, re.IGNORECASE):
@@ -1440,14 +1448,14 @@ class TextEnv:
         self.earned += float(reward)
         has_earned = self.earned > self.success_reward - 1e-6  # sums of floats are not exact
         success = info.get("success", terminated and has_earned)
-        info = info | dict(success=bool(success))  # it may be a NumPy value, which JSON refuses
+        info = info | dict(success=bool(success))  # JSON cannot write a value of NumPy
         return str(observation), float(reward), bool(terminated), bool(truncated), info
 
 
 # --- task: functions and classes of the user ---
 @functools.cache
 def load_module(path: str):
-    """A file is loaded once, with its folder on the path for imports of its own."""
+    """Load a file once. Its folder is added to the path, so that it can import its neighbors."""
     if not path.endswith(".py"):
         return importlib.import_module(path)
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -1468,13 +1476,13 @@ def load_object(place: str):
 
 
 def call_within_limit(seconds: float, function, *inputs):
-    """The result of a user's function. An error or a time-out is returned, not raised."""
+    """The result of a user's function. Errors and time-outs are returned, not raised."""
     results = []
 
     def target():
         try:
             results.append(function(*inputs))
-        except BaseException as error:  # sys.exit() in a user's function must not end the run
+        except BaseException as error:  # SystemExit, too: sys.exit() must not end the run
             traceback.print_exc()
             results.append(error)
 
@@ -1492,7 +1500,7 @@ WORD = r"\d|[^\W\d]+|[^\w\s]"  # one token: a digit, a word, or a mark
 
 
 def practice_game(env: TextEnv, task: int, rng, args) -> Trajectory:
-    """A teacher plays. It mostly follows its advice; without advice it acts at random."""
+    """A teacher plays. If it has advice, it mostly follows it; otherwise it acts at random."""
     question, info = env.reset(task)
     t = Trajectory(task, question=question)
     words = list(env.actions) or re.findall(WORD, question) or ["ok"]
@@ -1525,8 +1533,8 @@ def vocabulary(env: TextEnv, tasks, held_out, records: list[dict], args) -> list
     return sorted({word for text in texts for word in re.findall(WORD, text)})
 
 
-def practise(player: Player):
-    """Supervised steps on games with random rules: how to play and to follow advice."""
+def practice(player: Player):
+    """Supervised steps on games with random rules: the tiny model learns to play with advice."""
     args = player.args
     dialogue = player.dialogue
     print(f"warm start: {WARM_START_STEPS} supervised steps on random rules", flush=True)
@@ -1570,7 +1578,8 @@ class Dialogue:
         self.chat_template = args.chat_template
         self.system_prompt = args.system_prompt
         self.eos_ids = set(eos_ids.tolist())
-        self.encode = functools.lru_cache(100_000)(self.encode)  # texts repeat
+        # Texts repeat: tokenize each once, and warn once. Nobody may change the cached lists.
+        self.encode = functools.lru_cache(100_000)(self.encode)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
@@ -1595,12 +1604,12 @@ class Dialogue:
     def reply(self, observation: str, turn_ids: list[int]) -> list[int]:
         """What follows a turn: a line break and the observation, or what the chat template says.
 
-        The template's text starts with the end of the turn, which the policy may have sampled.
+        The template's text starts with the token that ends a turn, which may have been sampled.
         """
         text = f"\n{observation}"
         if self.chat_template:
-            # Render a dialogue and take what follows its answer. The answer is longer than the
-            # system prompt, so it cannot be found there.
+            # Render a dialogue and take what follows its answer. The marker in the place of the
+            # answer is longer than the system prompt, so it does not occur there.
             answer = "@@" * (1 + len(self.system_prompt))
             dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
             _, _, text = self.render(dialogue).partition(answer)
@@ -1866,11 +1875,16 @@ def titled_help():
 POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
     group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
     num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
+SHARES = ["rollout_expratio", "train_sample_keepratio", "exp_ratio"]
+NOT_NEGATIVE = """init_exp_before_training updated_freq imitate_iterations ent_coef lora_rank
+    experience_rbound""".split()
 
 
 def as_typed(args, name: str) -> str:
     """An option and its value, as they are typed."""
-    return f"--{name.replace('_', '-')} {getattr(args, name)}"
+    option = f"--{name.replace('_', '-')}"
+    value = getattr(args, name)
+    return option if value is True else f"{option} {value}"
 
 
 def check_method(args):
@@ -1891,10 +1905,9 @@ def check_method(args):
 
 def check_shares(args):
     """Raise ValueError if a share is so small that it is rounded down to 0 episodes or tasks."""
-    modes = (args.train_rollout_expmode, args.val_rollout_expmode)
     counts = {}
-    if "mixed" in modes:
-        counts["rollout_expratio"] = args.group_size
+    if args.train_rollout_expmode == "mixed":
+        counts["rollout_expratio"] = args.group_size - int(args.use_experience_replay)
     if args.use_experience_replay:
         counts["exp_ratio"] = args.num_tasks
     for name, count in counts.items():
@@ -1911,33 +1924,37 @@ def check_shares(args):
 
 def check_options(args):
     """Raise ValueError if the options make no sense. tyro shows the sentence."""
-    for name in POSITIVE:
-        if not getattr(args, name) > 0:
+    for name in [*POSITIVE, *SHARES, *NOT_NEGATIVE]:
+        value = getattr(args, name)
+        if name in POSITIVE and not value > 0:
             raise ValueError(f"{as_typed(args, name)}: must be positive")
-    for name in ("rollout_expratio", "train_sample_keepratio", "exp_ratio"):
-        if not 0 <= getattr(args, name) <= 1:
+        if not value >= 0:  # this way NaN is refused, too
+            raise ValueError(f"{as_typed(args, name)}: must not be negative")
+        if name in SHARES and value > 1:
             raise ValueError(f"{as_typed(args, name)}: must be from 0 to 1")
     check_method(args)
-    for name in ("experience_pool", "summarizer", "retriever"):
+    for name in ("experience_pool", "summarizer", "retriever", "val_summarizer_save"):
         if getattr(args, name) and not args.uses_pool:
             raise ValueError(f"no episode gets advice, so {as_typed(args, name)} does nothing")
-    if not args.enable and args.imitate_iterations:
-        raise ValueError("--no-enable contradicts --imitate-iterations, which plays with advice")
+    for name in ("exp_ratio", "replay_old_logp", "retire_solved"):
+        if getattr(args, name) != getattr(Args, name) and not args.use_experience_replay:
+            raise ValueError(f"{as_typed(args, name)} needs --use-experience-replay")
     imitates = args.method == "sft" or args.imitate_iterations > 0
+    if args.exp_select_mode != "argmin" and not (imitates or args.use_experience_replay):
+        raise ValueError(f"{as_typed(args, 'exp_select_mode')} needs replay or imitation")
     if imitates and args.use_experience_replay:
         raise ValueError("imitation cannot be combined with --use-experience-replay")
-    for name, off in (("retire_solved", False), ("replay_old_logp", "current")):
-        if getattr(args, name) != off and not args.use_experience_replay:
-            raise ValueError(f"{as_typed(args, name)} needs --use-experience-replay")
     if args.group_size == 1 and args.method != "sft":
         raise ValueError(
             "--group-size 1: must be at least 2, because a reward is compared with the group's"
         )
     check_shares(args)
-    for name in ("init_exp_before_training", "updated_freq", "imitate_iterations", "ent_coef"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"{as_typed(args, name)}: must not be negative")
     if args.imitate_iterations:
+        if not args.enable or args.method == "sft" or args.train_rollout_expmode == "all":
+            raise ValueError(
+                "--imitate-iterations plays as --method sft does, so it contradicts --no-enable, "
+                "--method sft and --train-rollout-expmode all"
+            )
         args.for_imitation()  # raises ValueError as well
     if args.experience_template.count("{}") != 1:
         raise ValueError("--experience-template needs exactly one {}")
@@ -1953,6 +1970,8 @@ def check_options(args):
         raise ValueError("--system-prompt needs --chat-template")
     if args.chat_template and not args.model_name:
         raise ValueError("--chat-template needs --model-name: the tiny model has no template")
+    if args.chat_template and args.max_turn_tokens == 1:
+        raise ValueError("--chat-template needs --max-turn-tokens 2 or more: one is for the end")
     if args.batch_size % args.num_minibatches:
         raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
     if args.resume and not args.run_dir:
@@ -1963,8 +1982,6 @@ def check_options(args):
         raise ValueError("a micro-batch of a rank is empty: lower --gradient-accumulation-steps")
     if args.fsdp and num_ranks == 1:
         raise ValueError("--fsdp needs torchrun with two processes or more")
-    if args.lora_rank < 0:
-        raise ValueError("--lora-rank must not be negative")
     if args.lora_rank and not importlib.util.find_spec("peft"):
         raise ValueError("--lora-rank needs peft: pip install peft")
     if args.lora_rank and args.fsdp:
@@ -1986,6 +2003,7 @@ class ResumeArgs:
 
 FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens model_name
     chat_template system_prompt lora_rank weights_dtype num_tasks group_size method enable
+    temperature success_reward
     experience_template experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
 
 

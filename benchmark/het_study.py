@@ -167,7 +167,7 @@ def run(job):
 
         return wrapped
 
-    def practise(player):
+    def practice(player):
         policy, args = player.policy, player.args
         names = "seed env max_turns".split()
         key = hashlib.sha1(
@@ -179,7 +179,7 @@ def run(job):
             torch.save(policy.state_dict(), path)
         policy.load_state_dict(torch.load(path, weights_only=True))
 
-    real, het.practise = het.practise, untimed(practise)
+    real, het.practice = het.practice, untimed(practice)
     het.validate, het.Run.finish = untimed(validate_with_unseen(het.validate)), lambda *args: None
     if arm.startswith("sd"):
         distill.install(het, coefficient=0.3 if "0.3" in arm else 1.0)

@@ -191,6 +191,15 @@ def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(
     assert capsys.readouterr().out.count(words) == 2
 
 
+def test_functions_that_hang_are_not_called_for_ever(capsys, monkeypatch):
+    monkeypatch.setattr(het, "RETRIEVER_TIME_LIMIT", 0.01)
+    pool, calls = het.ExperiencePool(het.Args()), []
+    pool.retriever = lambda question, top_k: calls.append(question) or time.sleep(5)
+    assert [pool.retrieve(name, 1) for name in "abcde"] == [""] * 5
+    assert calls == ["a", "b", "c"] and pool.num_failed_calls == 3
+    assert capsys.readouterr().out.count("is not called again") == 1
+
+
 def test_notes_are_plain_strings():
     """An environment may choose its topics with NumPy; torch.load refuses such strings in a checkpoint."""
     pool = het.ExperiencePool(het.Args())
@@ -401,6 +410,11 @@ def test_presets():
             "--rollout-expratio 0.1: it is 0 of 8 after",
         ),
         (dict(num_tasks=1), "of 1 tasks 0 keep the advice"),
+        (dict(exp_ratio=0.25), "--exp-ratio 0.25 needs --use-experience-replay"),
+        (dict(method="baseline", val_summarizer_save=True), "so --val-summarizer-save does noth"),
+        (dict(method="sft", imitate_iterations=2), "contradicts --no-enable, --method sft"),
+        (dict(imitate_iterations=2, train_rollout_expmode="all"), "--imitate-iterations plays"),
+        (dict(chat_template=True, model_name="x"), "--chat-template needs --max-turn-tokens 2"),
         (dict(rollout_expratio=0.1), "--rollout-expratio 0.1: it is 0 of 8 after"),
         (dict(method="baseline", summarizer="x"), "no episode gets advice, so --summarizer x"),
         (

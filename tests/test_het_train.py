@@ -204,11 +204,12 @@ def test_validation_is_guided_and_unguided_apart(ratio, tmp_path, monkeypatch, a
 def test_stripped_samples(tmp_path, monkeypatch, advice, in_order):
     """Old log-probs are pi(y|x), so the ratio is 1. Failures weigh pi(y|x) / pi(y|x,advice)."""
     samples, losses = (
-        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "policy_loss")
+        spy(monkeypatch, het, name) for name in ("samples_to_dataproto", "grpo_token_losses")
     )
     run(tmp_path / "run", **advice, method="ei", num_minibatches=1, num_iterations=1)
     trajectories, data = batches(samples)[0]
-    new_logprobs, logprobs, advantages, _, high, _ = losses[1][0]
+    new_logprobs, minibatch, args = losses[0][0]
+    logprobs, advantages = minibatch["old_logprobs"], minibatch["advantages"]
     group, failures = het.group_advantages(data["rewards"], data["group_ids"]).tolist(), 0
     for i, t in enumerate(trajectories):
         trained = data["response_mask"][i].bool()
@@ -221,7 +222,7 @@ def test_stripped_samples(tmp_path, monkeypatch, advice, in_order):
             if group[i] < 0:
                 expected, failures = expected * (now - sampled).exp().clamp(max=1), failures + 1
         torch.testing.assert_close(advantages[i][trained], expected, atol=1e-5, rtol=1e-4)
-    assert high == 0.6 and failures > 0
+    assert args.off_cliprange_high == 0.6 and failures > 0
 
 
 def test_sft_is_cross_entropy_on_successes(tmp_path, monkeypatch, advice, in_order):
@@ -609,6 +610,8 @@ def resume(monkeypatch, folder, *flags):
         "--experience-pool x",
         "--method sft",  # its recorded successes have no log-probs
         "--use-experience-replay",
+        "--temperature 0.5",  # of the recorded log-probs
+        "--success-reward 2",  # of the recorded successes
     ],
 )
 def test_resume_refuses_what_the_run_was_built_on(flags, tmp_path, monkeypatch):
@@ -622,7 +625,7 @@ def test_resume_refuses_what_the_run_was_built_on(flags, tmp_path, monkeypatch):
 def test_resume_takes_the_saved_options_and_what_is_typed(tmp_path, monkeypatch, capsys):
     run(tmp_path / "run", train_sample_keepratio=0.25)
     planned = spy(monkeypatch, het, "plan_episodes")
-    practised = spy(monkeypatch, het, "practise")
+    practised = spy(monkeypatch, het, "practice")
     resume(monkeypatch, tmp_path / "run", "--num-iterations", "4", "--rollout-expratio", "0.25")
     assert [sum(t.guided for t in episodes) for _, episodes in planned] == [4]
     assert [len({t.data_id for t in episodes if t.keep}) for _, episodes in planned] == [1]
@@ -690,6 +693,36 @@ def test_one_rank_asks_the_summarizer_and_an_error_that_cannot_be_sent_is_counte
     assert two_ranks(lambda rank: run(tmp_path / "two", **options)) == [0, 0]
     rows = metrics_without_times(tmp_path / "two")
     assert [row["exp/failed_calls"] for row in rows[1:]] == [2, 3]
+
+
+def test_failures_of_a_retriever_are_counted_on_all_ranks(tmp_path):
+    """It fails on the second rank only, once in an iteration: the questions of a group are asked once."""
+    (tmp_path / "find.py").write_text(
+        "import os\n\n\ndef find(question, top_k):\n"
+        "    return '' if os.environ['RANK'] == '0' else None\n"
+    )
+    options = dict(retriever=f"{tmp_path}/find.py:find", num_iterations=2, eval_size=1)
+    assert two_ranks(lambda rank: run(tmp_path / "two", **options)) == [0, 0]
+    first, second = metrics_without_times(tmp_path / "two")[1:]
+    assert 0 < first["exp/failed_calls"] < second["exp/failed_calls"]
+    longer = options | dict(num_iterations=3)
+    assert two_ranks(lambda rank: run(tmp_path / "two", **longer, resume=True)) == [0, 0]
+    assert two_ranks(lambda rank: run(tmp_path / "whole", **longer)) == [0, 0]
+    resumed, whole = (metrics_without_times(tmp_path / name)[3] for name in ("two", "whole"))
+    assert resumed["exp/failed_calls"] == whole["exp/failed_calls"]
+
+
+def test_the_size_of_the_pool_is_what_the_episodes_could_read(tmp_path, monkeypatch):
+    sizes, real = [], het.Player.play
+
+    def play(self, trajectories, *args):
+        sizes.append(len(self.pool.records))
+        return real(self, trajectories, *args)
+
+    monkeypatch.setattr(het.Player, "play", play)
+    run(tmp_path / "run", updated_freq=1, init_exp_before_training=0, eval_every=100)
+    rows = metrics_without_times(tmp_path / "run")
+    assert [row["exp/pool_size"] for row in rows] == sizes[:4] and sizes[1] == 0 < sizes[2]
 
 
 # --- environments ---
@@ -926,7 +959,8 @@ def test_a_system_prompt_may_have_any_marks(chat_model):
     tokenizer = het.transformers.AutoTokenizer.from_pretrained(chat_model)
     replies = []
     for prompt in ("", "Mail a@@b @@@@ c"):
-        args = het.Args(model_name=chat_model, chat_template=True, system_prompt=prompt)
+        options = dict(model_name=chat_model, chat_template=True, max_turn_tokens=4)
+        args = het.Args(**options, system_prompt=prompt)
         dialogue = het.Dialogue(tokenizer, args, torch.tensor([1]))
         replies.append(dialogue.reply("go @@ on", [7]))
     assert replies[0] == replies[1]
