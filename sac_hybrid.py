@@ -905,16 +905,13 @@ class Robot:
             records.append(self.step(act(self.obs)))
         return np.stack(records)
 
-    def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
-        """Play the policy without noise, with the seeds first_seed, first_seed + 1, ...
-        -> the last record of each episode; `interventions` is 1 if a human acted in the episode"""
+    def play_policy(self, seed, weights) -> np.ndarray:
+        """Play an episode of the policy without noise.
+        -> the last record; `interventions` is 1 if a human acted in the episode"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
-        last_records = []
-        for seed in range(first_seed, first_seed + num_episodes):
-            records = self.play(self.acting_agent.act, seed)
-            records[-1]["interventions"] = records["interventions"].max()
-            last_records.append(records[-1])
-        return np.stack(last_records)
+        records = self.play(self.acting_agent.act, seed)
+        records[-1]["interventions"] = records["interventions"].max()
+        return records[-1]
 
     def close(self):
         if hasattr(self.env, "close"):
@@ -962,20 +959,30 @@ class ActorThread(threading.Thread):
             self.arrivals.put((self, error))  # instead of a record; the learner raises it
 
     def stop(self):
+        """Wait until the thread has left the environment."""
         self.is_stopped = True
         self.may_continue.release()
-        self.join(timeout=10)  # a human who resets the robot may take longer
+        self.join(timeout=3)
+        if self.is_alive():
+            print(
+                "waiting until the robot ends its step or reset; Ctrl-C does not wait", flush=True
+            )
+            self.join()
 
 
 # --- evaluate ---
-def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
+def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals) -> dict[str, float]:
     """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
 
-    An episode in which a human acted is no success, and the other means leave it out.
+    An episode in which a human acted is no success, and the other means leave it out. A signal ends
+    the evaluation without a result.
     """
-    if num_episodes == 0:
-        return {}
-    results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
+    weights = agent.acting_weights()
+    results = np.zeros(num_episodes, robot.record_dtype)
+    for i in range(num_episodes):
+        if signals.received:
+            return {}
+        results[i] = robot.play_policy(first_seed + i, weights)
     results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
     if num_helped:
@@ -989,15 +996,19 @@ def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, 
     return metrics
 
 
-def keep_best(progress, agent, row):
-    """Keep the policy if no earlier one was better: by success, then by return, then by speed."""
+def select_policy(agent, robot, progress, signals) -> dict[str, float]:
+    """Evaluate the policy, and keep it if no earlier one was better: by success, then by return,
+    then by speed.  -> the metrics of the evaluation"""
+    row = evaluate_policy(agent, robot, "eval", 10_000, agent.args.eval_episodes, signals)
+    progress.is_eval_due = signals.received and not row
     if not row:
-        return
+        return {}
     score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
     # Python compares lists by the first entry that differs; the empty list is less than the others.
     if score >= progress.best_score:
         progress.best_score = score
         progress.best_agent = agent.checkpoint()
+    return row
 
 
 # --- main ---
@@ -1010,6 +1021,7 @@ class Progress:
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
     human_takeovers: int = 0
+    is_eval_due: bool = True  # the first evaluation follows the first episode
     losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     best_score: list[float] = field(default_factory=list)
@@ -1032,15 +1044,22 @@ def train(args, device, robots, signals) -> dict[str, float]:
     published = {"weights": agent.acting_weights()}  # the actors read the newest entry
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
-    actors = [ActorThread(robot, steps, published, arrivals) for robot in robots]
-    for actor in actors:
-        actor.start()
-
+    actors = []
     metrics = {}
-    is_eval_due = progress.global_step == 0  # evaluate after the first episode
     is_save_due = False
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
     try:
+        if progress.is_eval_due and progress.global_step > 0:  # a signal has cut it off
+            row = select_policy(agent, robots[0], progress, signals)
+            if row:
+                run.log({"global_step": progress.global_step} | row)
+        if signals.received:
+            sys.exit("stopped before the first step")
+        for robot in robots:
+            actor = ActorThread(robot, steps, published, arrivals)
+            actor.start()
+            actors.append(actor)
+
         while progress.global_step < args.max_steps:
             # 1 receive a transition; with --utd 0 update until one arrives
             start_time = time.time()
@@ -1081,11 +1100,9 @@ def train(args, device, robots, signals) -> dict[str, float]:
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
             if is_last or progress.global_step % args.eval_every == 0:
-                is_eval_due = True
-            if is_eval_due and (episode_ended or is_last):
-                is_eval_due = False
-                row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
-                keep_best(progress, agent, row)
+                progress.is_eval_due = True
+            if progress.is_eval_due and (episode_ended or is_last):
+                row = select_policy(agent, actor.robot, progress, signals)
 
             # 4 log
             if is_last or progress.global_step % args.log_interval == 0:
@@ -1120,18 +1137,18 @@ def train(args, device, robots, signals) -> dict[str, float]:
             if args.utd or episode_ended:
                 actor.may_continue.release()
 
-    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
+    except BaseException:  # an error or a second Ctrl-C: keep what was learned
         for actor in actors:
-            actor.is_stopped = True  # the robots stop before this saves
+            actor.is_stopped = True  # each robot ends its step, and takes no other one
         save_run(run, agent, progress, record_file)
         raise
     else:  # an error in here saves nothing: finish_run loads older weights, the best ones
         bar.close()
-        if progress.global_step < args.max_steps:
-            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
-        else:
-            finish_run(args, run, agent, robots[0], save_dir, progress.best_agent)
+        if progress.global_step == args.max_steps:
+            finish_run(args, run, agent, robots[0], save_dir, progress.best_agent, signals)
             metrics |= run.rows[-1]
+        if signals.received:
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
     finally:
         for actor in actors:
             actor.stop()
@@ -1584,13 +1601,15 @@ def film(robot, player: str, act, seed) -> list[np.ndarray]:
     return pictures
 
 
-def write_video(path, robot, agent):
+def write_video(path, robot, agent, signals):
     """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
     them beside the policy."""
     from PIL import Image
 
     frames = []
     for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
+        if signals.received:
+            raise InterruptedError("a signal ends the run")
         clips = [film(robot, "policy", agent.act, seed)]
         if robot.args.env_id == BUILT_IN:
             human = film(robot, "human", lambda obs: robot.env.human(), seed)
@@ -1719,18 +1738,18 @@ CURVES = {
 }
 
 
-def finish_run(args, run, agent, robot, save_dir, best_agent):
+def finish_run(args, run, agent, robot, save_dir, best_agent, signals):
     """Save the best policy, test it on new episodes, and draw the pictures."""
     if best_agent is not None:
         agent.restore(best_agent)
     write_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
-    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
+    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes, signals)
     if report:
         run.log({"global_step": args.max_steps} | report)
     run.finish(CURVES, "environment steps")
     if args.capture_video and args.report_episodes and not isinstance(robot, RemoteRobot):
         try:
-            write_video(run.dir / "policy.gif", robot, agent)
+            write_video(run.dir / "policy.gif", robot, agent, signals)
         except Exception as error:  # a renderer can raise any type
             print(f"there is no policy.gif: {error}")
 
@@ -1866,7 +1885,7 @@ def load_run(args, agent) -> tuple[Run, Progress]:
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; at the end of the episode the loop saves and ends.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """
@@ -1884,7 +1903,9 @@ class Signals:
         self.received = True
         self.release()
         # not print(): the signal may have come in the middle of another one
-        os.write(2, b"signal received: the run saves and ends soon; a second one ends it at once\n")
+        message = "signal received: the robot finishes this episode, then the run saves and ends;"
+        message += " press Ctrl-C again to save and end after the current step\n"
+        os.write(2, message.encode())
 
     def release(self):
         for number, handler in self.previous_handlers.items():
@@ -1925,8 +1946,8 @@ def receive(num_bytes, peer, group) -> bytes:
 class RemoteRobot(Robot):
     """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
 
-    The request (step, 0) asks for the record of an environment step. The request (seed, n) asks for
-    the last records of n episodes with the seeds `seed`, `seed` + 1, ... The weights follow.
+    The request (step, 0) asks for the record of this environment step, the request (seed, 1) for
+    the last record of an episode with this seed. The weights follow.
     """
 
     FACTS_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
@@ -1938,17 +1959,17 @@ class RemoteRobot(Robot):
         obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
         self.set_spaces(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
 
-    def ask(self, number, num_episodes, weights) -> np.ndarray:
-        dist.send(torch.tensor([number, num_episodes]), self.peer, self.group)
+    def ask(self, number, is_episode, weights) -> np.ndarray:
+        dist.send(torch.tensor([number, is_episode]), self.peer, self.group)
         dist.send(weights, self.peer, self.group)
-        num_bytes = max(1, num_episodes) * self.record_dtype.itemsize
-        return np.frombuffer(receive(num_bytes, self.peer, self.group), self.record_dtype)
+        data = receive(self.record_dtype.itemsize, self.peer, self.group)
+        return np.frombuffer(data, self.record_dtype)[0]
 
     def take_turn(self, step, weights) -> np.ndarray:
-        return self.ask(step, 0, weights)[0]
+        return self.ask(step, 0, weights)
 
-    def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
-        return self.ask(first_seed, num_episodes, weights)
+    def play_policy(self, seed, weights) -> np.ndarray:
+        return self.ask(seed, 1, weights)
 
     def close(self):
         try:
@@ -1965,15 +1986,15 @@ def serve(robot, group):
     request = torch.tensor([0, 0])
     while True:
         dist.recv(request, 0, group)
-        number, num_episodes = request.tolist()
+        number, is_episode = request.tolist()
         if number < 0:
             return
         dist.recv(weights, 0, group)
-        if num_episodes:
-            records = robot.play_episodes(number, num_episodes, weights)
+        if is_episode:
+            record = robot.play_policy(number, weights)
         else:
-            records = robot.take_turn(number, weights)
-        send(records.tobytes(), 0, group)
+            record = robot.take_turn(number, weights)
+        send(record.tobytes(), 0, group)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -54,6 +55,7 @@ FLAGS = [
     if name != "capture_video"
     for word in (f"--{name}", str(value))
 ]
+NO_SIGNAL = SimpleNamespace(received=False)
 COMMAND = [sys.executable, str(ROOT / "sac_hybrid.py"), "--no-capture-video", *FLAGS]
 
 
@@ -355,7 +357,7 @@ def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
 
 def test_a_rescued_episode_is_no_success(tmp_path, capsys):
     robot = Robot(own(tmp_path, "Rescued"))
-    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4)
+    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4, NO_SIGNAL)
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/steps_to_success"] == 10
     assert "in 2 of 4 episodes" in capsys.readouterr().out
 
@@ -363,7 +365,7 @@ def test_a_rescued_episode_is_no_success(tmp_path, capsys):
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
-        metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 3)
+        metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 3, NO_SIGNAL)
         assert bool(metrics) == counted  # no episode left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -457,7 +459,7 @@ def test_the_arm_stops_before_a_failed_learner_saves(tmp_path, monkeypatch):
 def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
     """finish_run loads the best weights; --resume continues with the last ones."""
     options = TINY | dict(run_dir=str(tmp_path / "run"))
-    monkeypatch.setattr(sac_hybrid, "keep_best", keep_first)
+    monkeypatch.setattr(sac_hybrid, "select_policy", keep_first)
     with monkeypatch.context() as patch:
         patch.setattr(sac_hybrid.Run, "finish", mock.Mock(side_effect=OSError))
         with pytest.raises(OSError):
@@ -469,9 +471,10 @@ def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
     assert sum("report/success_rate" in row for row in rows(tmp_path / "run")) == 1
 
 
-def keep_first(progress, agent, row):
-    if row and not progress.best_agent:
-        progress.best_agent = agent.checkpoint()
+def keep_first(agent, robot, progress, signals):
+    progress.is_eval_due = False
+    progress.best_agent = progress.best_agent or agent.checkpoint()
+    return {}
 
 
 def test_a_start_that_fails_closes_the_arm(tmp_path):
@@ -647,7 +650,7 @@ def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypa
     scores = iter([(0.0, 20), (0.5, 9), (0.8, 8), (0.8, 6), (0.8, 7), (0.1, 9)])
     asked = []
 
-    def judge(agent, robot, group, first_seed, episodes):
+    def judge(agent, robot, group, first_seed, episodes, signals):
         asked.append((agent.updates, group, first_seed))
         success, length = next(scores)
         names = ("success_rate", "episodic_return", "episodic_length")
@@ -910,14 +913,106 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
         main(Args(**TINY, run_dir=str(run)))
 
 
+def signal_at(monkeypatch, owner, name, nth):
+    """Press Ctrl-C in the nth call of a function."""
+    real = getattr(owner, name)
+    calls = []
+
+    def press(*args):
+        calls.append(name)
+        if len(calls) == nth:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, press)
+
+
 def test_ctrl_c_ends_a_free_running_learner(tmp_path, monkeypatch):
     """An actor that does not wait for the learner starts no other episode after a signal."""
-    monkeypatch.setattr(sac_hybrid.Signals, "received", True, raising=False)
-    monkeypatch.setattr(sac_hybrid.Signals, "__init__", lambda self: None)
-    monkeypatch.setattr(sac_hybrid.Signals, "release", lambda self: None)
+    signal_at(monkeypatch, sac_hybrid, "store", 3)
     main(own(tmp_path, "Polite", max_steps=400, utd=0.0))
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] == 10 and not acting()
+
+
+@pytest.mark.parametrize("nth", [2, 4, 6])  # of 2 episodes each: the first, the second evaluation
+def test_a_signal_cuts_an_evaluation_which_resume_repeats(nth, tmp_path, monkeypatch, capsys):
+    options = TINY | dict(eval_episodes=2, eval_every=60, report_episodes=2)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signal_at(patch, Robot, "play_policy", nth)
+        played = []
+        play_policy = Robot.play_policy
+        patch.setattr(Robot, "play_policy", lambda *args: played.append(1) or play_policy(*args))
+        main(Args(**options, run_dir=str(run)))
+    assert len(played) == nth and "stopped and saved" in capsys.readouterr().out
+    main(Args(**options, run_dir=str(run), resume=True))
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    evaluated = [
+        [row for row in rows(folder) if "eval/success_rate" in row]
+        for folder in (run, tmp_path / "whole")
+    ]
+    keys = ["global_step", *(f"eval/{name}" for name in sac_hybrid.RESULTS)]
+    one, two = [[[row[key] for key in keys] for row in found] for found in evaluated]
+    assert one == two and len(one) == 2
+    assert rows(run)[-1] == rows(tmp_path / "whole")[-1]
+
+
+def test_a_signal_before_the_first_step_moves_no_robot(tmp_path, monkeypatch):
+    signal_at(monkeypatch, sac_hybrid, "read_demos", 1)
+    with pytest.raises(SystemExit, match="before the first step"):
+        main(own(tmp_path, "Once", max_steps=40))
+    assert (tmp_path / "closed").exists() and not acting()
+    assert main(own(tmp_path, "Polite", max_steps=10, resume=True))["buffer/online_size"] == 10
+
+
+def test_a_second_ctrl_c_saves_and_closes_the_arm(tmp_path):
+    """The episode has no end, and a step takes a second."""
+    source = (
+        OWN.replace("assert not self.closed", "time.sleep(1)")
+        .replace("import torch", "import time\nimport torch")
+        .replace("self.t == 10", "False")
+    )
+    args = own(tmp_path, "Polite", source)
+    flags = f"--env-id {args.env_id} --max-steps 99 --hidden-size 16 --run-dir run --device cpu"
+    command = [sys.executable, str(ROOT / "sac_hybrid.py"), *flags.split()]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    while not (tmp_path / "run" / "records.bin").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(3.5)
+    process.send_signal(signal.SIGINT)
+    message = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    assert "finishes this episode" in message
+    saved = torch.load(tmp_path / "run" / "latest.pth")
+    assert saved["progress"]["global_step"] >= 1 and (tmp_path / "closed").exists()
+
+
+def test_close_waits_until_the_thread_has_left_the_environment(tmp_path, monkeypatch):
+    """A human resets the arm for longer than the first wait when the learner fails."""
+    source = OWN.replace("assert not self.closed", "self.go()").replace(
+        "import torch", "import time\nimport torch"
+    )
+    source = source.replace(
+        "    def close(self):",
+        """    def go(self):
+        time.sleep(2)
+        Path(__file__).with_name("closed_inside" if self.closed else "moved").touch()
+
+    def close(self):""",
+    )
+    join = threading.Thread.join
+    monkeypatch.setattr(
+        ActorThread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10)
+    )
+    monkeypatch.setattr(sac_hybrid, "store", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        main(own(tmp_path, "Polite", source, max_steps=40, utd=0.0))
+    assert not acting() and (tmp_path / "moved").exists()
+    assert not (tmp_path / "closed_inside").exists()
 
 
 # --- ranks ---
