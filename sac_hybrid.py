@@ -120,7 +120,9 @@ BAR_WORLD = dict(  # defaults for the built-in environment
 )
 GYM_ID = dict(setup_mode="single-arm-fixed-gripper")  # defaults for a Gymnasium id
 # Defaults for --env-id file.py:Class, which may move a real arm
-OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100)
+OWN_CLASS = dict(
+    eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100, save_every=500
+)
 GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a gripper opens or closes
 
 
@@ -788,6 +790,27 @@ class Robot:
 
     def __init__(self, args):
         self.env = make_env(args)
+        try:
+            self.inspect_env(args)
+        except BaseException:  # sys.exit() included
+            self.close()
+            raise
+        self.is_done = True  # the first turn starts an episode
+        self.acting_agent = self.make_agent("cpu")
+
+    def inspect_env(self, args):
+        """Read the spaces of the environment, and check that they fit the options."""
+        space = self.env.action_space
+        num_arms, num_grippers = SETUP_MODES[args.setup_mode]
+        is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+        if (
+            not (is_vector and space.is_bounded())
+            or (space.low == space.high).any()
+            or len(space.low) % num_arms
+            or len(space.low) <= num_grippers
+        ):
+            expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
+            sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
         parameters = inspect.signature(self.env.reset).parameters
         kinds = [parameter.kind for parameter in parameters.values()]
         # reset(**kwargs) of a wrapper takes a seed, too
@@ -800,13 +823,11 @@ class Robot:
             if key not in first_obs:
                 sys.exit(f"--image-keys {key}: the environment observes {sorted(first_obs)}")
             obs_shapes[key] = to_array(key, first_obs[key]).shape
-        space = self.env.action_space
         self.set_spaces(args, obs_shapes, space.low, space.high)
-        self.is_done = True  # the first turn starts an episode
-        self.acting_agent = self.make_agent("cpu")
 
     def set_spaces(self, args, obs_shapes, low, high):
         self.args = args
+        self.spaces = dict(obs_shapes=obs_shapes, low=low.tolist(), high=high.tolist())
         self.obs_shapes = obs_shapes  # of what the policy sees
         self.low = low  # bounds of the actions of the environment
         self.high = high
@@ -1026,6 +1047,7 @@ class Progress:
     window: list[dict] = field(default_factory=list)  # other statistics since that line
     best_score: list[float] = field(default_factory=list)
     best_agent: dict | None = None
+    spaces: dict = field(default_factory=dict)  # of the robot; --resume compares them
 
 
 def train(args, device, robots, signals) -> dict[str, float]:
@@ -1161,6 +1183,11 @@ def main(args: Args) -> dict[str, float]:
         return create_data_or_test(args)
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    is_new = not Path(args.run_dir or "", "args.json").exists()
+    if is_new and args.save_dir and any(Path(args.save_dir).glob("*.pth")):
+        sys.exit(
+            f"--save-dir {args.save_dir} has models of another run; they are never overwritten"
+        )
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     signals = Signals()
@@ -1207,16 +1234,6 @@ def make_env(args: Args):
         if "rgb_array" in env.metadata.get("render_modes", []):
             env.close()
             env = gym.make(args.env_id, render_mode="rgb_array")
-    space = env.action_space
-    is_vector = isinstance(space, gym.spaces.Box) and space.is_bounded() and len(space.shape) == 1
-    if (
-        not is_vector
-        or (space.low == space.high).any()
-        or len(space.low) % num_arms
-        or len(space.low) <= num_grippers
-    ):
-        expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
-        sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
     return env
 
 
@@ -1796,7 +1813,7 @@ def default_options(env_id) -> dict:
     return OWN_CLASS if ".py:" in env_id else GYM_ID
 
 
-# --resume cannot change these options: they shape the start of a run and its records.
+# --resume cannot change these options: they shape the start of a run, its records and networks.
 ONLY_AT_START = (
     "seed",
     "env_id",
@@ -1806,6 +1823,10 @@ ONLY_AT_START = (
     "failure_paths",
     "num_demos",
     "init_alpha",
+    "hidden_size",
+    "layer_norm",
+    "num_critics",
+    "save_dir",
 )
 
 
@@ -1851,7 +1872,7 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
     print(f"the policy sees {robot.obs_shapes}")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        return load_run(args, agent)
+        return load_run(args, agent, robot)
     # The files are read before the run has a folder, because they may be unusable.
     failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
@@ -1859,8 +1880,12 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
         record["demos"] = 1
     run = Run(args)
     data = b"".join(record.tobytes() for record in failures + demos)
-    (run.dir / "records.bin").write_bytes(data)
-    return run, Progress()
+    path = run.dir / "records.bin"
+    if path.exists():  # --resume of a run that ended before it saved
+        kept = path.rename(run.dir / f"records_{time.time_ns()}.bin")
+        print(f"there is no checkpoint: the run starts again; {kept} has its old transitions")
+    path.write_bytes(data)
+    return run, Progress(spaces=robot.spaces)
 
 
 def save_run(run, agent, progress, record_file):
@@ -1871,14 +1896,16 @@ def save_run(run, agent, progress, record_file):
     write_checkpoint(run.dir / "latest.pth", state)
 
 
-def load_run(args, agent) -> tuple[Run, Progress]:
+def load_run(args, agent, robot) -> tuple[Run, Progress]:
     """Restore a run as it was when latest.pth was saved. records.bin may be longer by now."""
     # map_location is for the losses since the last logged line, which are tensors, too.
     path = Path(args.run_dir, "latest.pth")
     state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
+    progress = Progress(**state["progress"])
+    if progress.spaces != robot.spaces:
+        sys.exit(f"--resume: the run has {progress.spaces}, the environment has {robot.spaces}")
     agent.restore(state["agent"])
     run = Run(args, state["rows"])
-    progress = Progress(**state["progress"])
     os.truncate(run.dir / "records.bin", progress.num_bytes)
     print(f"resuming after step {progress.global_step}")
     return run, progress
@@ -1950,14 +1977,14 @@ class RemoteRobot(Robot):
     the last record of an episode with this seed. The weights follow.
     """
 
-    FACTS_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
+    SPACES_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
 
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
-        facts = json.loads(receive(self.FACTS_SIZE, peer, group))
-        obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
-        self.set_spaces(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
+        spaces = json.loads(receive(self.SPACES_SIZE, peer, group))
+        obs_shapes = {key: tuple(shape) for key, shape in spaces["obs_shapes"].items()}
+        self.set_spaces(args, obs_shapes, np.float32(spaces["low"]), np.float32(spaces["high"]))
 
     def ask(self, number, is_episode, weights) -> np.ndarray:
         dist.send(torch.tensor([number, is_episode]), self.peer, self.group)
@@ -1980,8 +2007,7 @@ class RemoteRobot(Robot):
 
 def serve(robot, group):
     """Send rank 0 the shapes and bounds of the robot, then answer its requests."""
-    facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
-    send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
+    send(json.dumps(robot.spaces).encode().ljust(RemoteRobot.SPACES_SIZE), 0, group)
     weights = robot.acting_agent.acting_weights()
     request = torch.tensor([0, 0])
     while True:

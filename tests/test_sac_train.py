@@ -484,6 +484,13 @@ def test_a_start_that_fails_closes_the_arm(tmp_path):
     assert (tmp_path / "closed").exists() and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["Polite", "Depth"])
+def test_an_environment_that_does_not_fit_is_closed(name, tmp_path):
+    with pytest.raises((SystemExit, ValueError)):
+        Robot(own(tmp_path, name, image_keys=["depth"]))
+    assert (tmp_path / "closed").exists()
+
+
 def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
     """With --utd 0 the updates go on while no line is logged."""
     monkeypatch.setattr(sac_hybrid, "MAX_LOSSES", 3)
@@ -817,7 +824,8 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--seed", "7"])
     with pytest.raises(SystemExit, match="cannot change --seed from 1"):
         parse_args()
-    for option in ("--demo-paths x.pkl", "--init-alpha 1"):  # they would do nothing
+    # they would do nothing, or not fit the networks
+    for option in ("--demo-paths x.pkl", "--init-alpha 1", "--hidden-size 9", "--num-critics 3"):
         monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", *option.split()])
         with pytest.raises(SystemExit, match=f"cannot change {option.split()[0]}"):
             parse_args()
@@ -860,7 +868,7 @@ def test_resumed_losses_are_on_the_device_of_the_agent(tmp_path):
     sac_hybrid.write_checkpoint(tmp_path / "latest.pth", state)
     agent = mock.Mock(raw_alpha=torch.empty((), device="meta"))  # stands for a GPU
     args = Args(run_dir=str(tmp_path), resume=True)
-    _, progress = sac_hybrid.load_run(args, agent)
+    _, progress = sac_hybrid.load_run(args, agent, SimpleNamespace(spaces={}))
     assert progress.losses[0]["losses/critic_loss"].device.type == "meta"
     assert (tmp_path / "records.bin").read_bytes() == b"sav"
 
@@ -882,7 +890,7 @@ def test_another_utd_on_resume_neither_bursts_nor_stalls(tmp_path):
     assert metrics["charts/updates"] == 125
 
 
-def test_resume_without_a_checkpoint_starts_again(tmp_path):
+def test_resume_without_a_checkpoint_starts_again(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("half a line")
@@ -892,6 +900,42 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path):
     assert rows(run) == rows(tmp_path / "whole")
     records = [(folder / "records.bin").read_bytes() for folder in (run, tmp_path / "whole")]
     assert records[0] == records[1]
+    (kept,) = run.glob("records_*.bin")  # they may be the only ones of an hour with an arm
+    assert kept.read_bytes() == b"half a record" and kept.name in capsys.readouterr().out
+
+
+class Wide:
+    """Another camera, other bounds: the images and actions of records.bin would mean something else."""
+
+    camera = "self.camera = np.zeros((8, 8, 3), np.uint8)"
+    space = "import gymnasium as gym; self.action_space = gym.spaces.Box(-2, 2, (action_dim,))"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (Wide.camera.replace("8, 8", "6, 8"), r"'image': \(8, 8, 3\).*'image': \(6, 8, 3\)"),
+        (f"{Wide.camera}; {Wide.space}", r"'high': \[1.*'high': \[2"),
+    ],
+)
+def test_resume_with_another_camera_or_other_bounds(change, words, tmp_path):
+    main(own(tmp_path, "Polite"))
+    kept = (tmp_path / "run" / "records.bin").read_bytes()
+    with pytest.raises(SystemExit, match=f"--resume: .*{words}"):
+        main(own(tmp_path, "Polite", OWN.replace(Wide.camera, change), max_steps=20, resume=True))
+    assert (tmp_path / "run" / "records.bin").read_bytes() == kept
+
+
+def test_models_of_another_run_are_never_overwritten(tmp_path):
+    options = dict(save_dir=str(tmp_path / "models"))
+    main(own(tmp_path, "Polite", **options))
+    kept = (tmp_path / "models" / "final_model.pth").read_bytes()
+    for resume in (False, True):  # --resume may start a new run
+        with pytest.raises(SystemExit, match="--save-dir .*another run"):
+            main(own(tmp_path, "Polite", **options, resume=resume, run_dir=str(tmp_path / "new")))
+    assert (tmp_path / "models" / "final_model.pth").read_bytes() == kept
+    main(own(tmp_path, "Polite", **options, max_steps=20, resume=True))
+    assert (tmp_path / "models" / "final_model.pth").read_bytes() != kept
 
 
 def test_ctrl_c_saves_and_resumes(tmp_path):
@@ -1215,7 +1259,7 @@ def test_an_environment_from_a_file_is_not_moved_without_a_human(monkeypatch, ca
         monkeypatch.setattr(sys, "argv", ["x", "--env-id", "arm.py:Arm", *words])
         args = parse_args()
         assert (args.eval_episodes, args.report_episodes, args.random_steps) == expected
-        assert args.training_starts == 100
+        assert args.training_starts == 100 and args.save_every == 500
         assert "'eval_episodes': 0" in capsys.readouterr().out
 
 
