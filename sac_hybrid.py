@@ -331,6 +331,9 @@ class Encoder(nn.Module):  # hybrid: images
         self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
         state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
+        channels = {key: obs_shapes[key][2] for key in self.image_keys}
+        if len(set(channels.values())) > 1:
+            raise ValueError(f"the cameras have {channels} channels: expected equal numbers")
         if self.image_keys:  # one encoder for all cameras
             largest = max(obs_shapes[key] for key in self.image_keys)  # it has the most rows
             self.image = ImageEncoder(largest)
@@ -778,10 +781,11 @@ def learn(agent, online_rb, demo_rb, progress):
 
 # --- rollout ---
 def hold_grippers(commands, last_commands):
-    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
-    or close now"""
-    held = np.where(np.round(commands) == 0, last_commands, commands)
-    return held, int(((held < 0) != (last_commands < 0)).sum())
+    """Round the commands, and replace 0, which is "stay", by the last command.
+    -> commands, number of grippers that open or close now"""
+    commands = np.round(commands)  # 0.51 opens completely
+    commands = np.where(commands == 0, last_commands, commands)
+    return commands, int((commands != last_commands).sum())
 
 
 class Robot:
@@ -859,9 +863,10 @@ class Robot:
         return as_dict(raw)
 
     def reset(self, seed, allow_intervention=False):
-        # The human may be in the environment itself or in a wrapper around it.
-        for env in (self.env, getattr(self.env, "unwrapped", self.env)):
+        env = self.env
+        while hasattr(env, "step"):  # the human may be in any wrapper
             env.allow_intervention = allow_intervention
+            env = getattr(env, "env", None)
         self.obs = select_obs(self.reset_env(seed), self.obs_shapes)
         self.is_done = False
         self.last_commands = np.ones(self.layout.num_grippers)  # open
@@ -873,10 +878,11 @@ class Robot:
         human acted"""
         # 1 the policy sends its action; "stay" repeats the last command of the gripper
         grippers = self.layout.gripper  # hybrid: grasp
-        held = action.copy()
-        held[grippers], _ = hold_grippers(action[grippers], self.last_commands)
-        env_action = (self.center + self.scale * held).astype(np.float32)
-        raw, reward, terminated, truncated, info = self.env.step(env_action)
+        command = action.copy()
+        command[grippers], _ = hold_grippers(action[grippers], self.last_commands)
+        command = to_array("the action", self.center + self.scale * command)  # it is finite
+        command = command.clip(self.low, self.high)  # rounding may exceed the bounds
+        raw, reward, terminated, truncated, info = self.env.step(command)
         next_obs = select_obs(as_dict(raw), self.obs_shapes)
 
         # 2 if a human acted instead, `action` is from here on what the human did
@@ -1623,6 +1629,8 @@ def write_video(path, robot, agent, signals):
     them beside the policy."""
     from PIL import Image
 
+    if not hasattr(robot.env, "render") and not robot.acting_agent.critic.encoder.image_keys:
+        raise ValueError("the environment has no images and no render()")
     frames = []
     for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
         if signals.received:
@@ -1870,6 +1878,8 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
     """Open the folder of a run, or continue it. A new run writes its data to records.bin."""
     print(f"action dims: {robot.layout.continuous} continuous, {robot.layout.gripper} gripper")
     print(f"the policy sees {robot.obs_shapes}")
+    if ".py:" in args.env_id and args.utd > 0:
+        print(f"after each step the robot waits for {args.utd:g} updates; --utd 0 avoids it")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
         return load_run(args, agent, robot)

@@ -347,6 +347,33 @@ def test_stay_repeats_the_last_command(tmp_path):
     assert [action[6] for action in robot.env.seen] == [1, -1, -1, -1, 1, 1]
 
 
+def test_the_weak_command_of_a_human_is_held_as_a_whole_one(tmp_path):
+    source = OWN.replace("-0.75)", "-0.51)")  # of all dims, in step 3
+    robot = Robot(own(tmp_path, "Polite", source))
+    robot.reset(0, allow_intervention=True)
+    records = [robot.step(np.zeros(7, np.float32)) for _ in range(8)]
+    assert [action[6] for action in robot.env.seen] == [1, 1, 1, 1, -1, -1, -1, -1]
+    assert records[3]["actions"][0] == pytest.approx(-0.51)  # the motion is not rounded
+    penalties = [record["grasp_penalty"] for record in records]
+    assert penalties == pytest.approx([0, 0, 0, -0.02, 0, 0, 0, 0])
+
+
+def test_actions_are_finite_and_inside_the_bounds(tmp_path):
+    """Of these bounds, the center plus the scale is above the upper one after rounding."""
+    space = "gym.spaces.Box(np.float32([0.63] * 7), np.float32([0.83] * 7))"
+    space = f"self.dim = action_dim\n        self.action_space = {space}"
+    source = OWN.replace("self.dim = action_dim", space)
+    robot = Robot(own(tmp_path, "Polite", f"import gymnasium as gym\n{source}"))
+    assert (robot.center + robot.scale > robot.high).all()
+    robot.reset(0)
+    for sign in (1, -1):
+        robot.step(sign * np.ones(7, np.float32))
+        assert robot.env.action_space.contains(robot.env.seen[-1])
+    with pytest.raises(ValueError, match="the action is not finite"):
+        robot.step(np.full(7, np.nan, np.float32))
+    assert len(robot.env.seen) == 2
+
+
 def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
     robot = Robot(own(tmp_path, "Fines"))
     robot.reset(0)
@@ -360,6 +387,17 @@ def test_a_rescued_episode_is_no_success(tmp_path, capsys):
     metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4, NO_SIGNAL)
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/steps_to_success"] == 10
     assert "in 2 of 4 episodes" in capsys.readouterr().out
+
+
+def test_a_human_in_a_wrapper_in_the_middle_is_told():
+    """HIL-SERL's SpacemouseIntervention is below other wrappers."""
+    robot = Robot(Args())
+    human = gym.Wrapper(robot.env)
+    robot.env = gym.wrappers.TimeLimit(human, 5)
+    for allowed in (True, False):
+        robot.reset(0, allow_intervention=allowed)
+        told = [env.allow_intervention for env in (robot.env, human, human.unwrapped)]
+        assert told == [allowed] * 3
 
 
 def test_evaluation_is_without_human(tmp_path, capsys):
@@ -694,6 +732,12 @@ def test_the_actor_waits_for_the_learner(utd, tmp_path, monkeypatch):
     monkeypatch.setattr(Robot, "take_turn", look)
     main(Args(**TINY | dict(max_steps=40, utd=utd), run_dir=str(tmp_path / "run")))
     assert seen == [(step, int(utd * max(0, step - 20))) for step in range(40)]
+
+
+@pytest.mark.parametrize("utd", [2.0, 0.0])
+def test_the_user_is_told_that_the_arm_waits(utd, tmp_path, capsys):
+    main(own(tmp_path, "Polite", utd=utd))
+    assert ("robot waits for 2 updates; --utd 0" in capsys.readouterr().out) == (utd > 0)
 
 
 def test_a_free_running_learner_does_not_hold_up_the_arm(tmp_path, monkeypatch):
@@ -1185,8 +1229,11 @@ def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
 
 @pytest.mark.parametrize("name", ["Blind", "NoDisplay"])
 def test_no_pictures_where_there_is_nothing_to_see(name, tmp_path, capsys):
-    main(own(tmp_path, name, report_episodes=1))
-    assert "there is no policy.gif" in capsys.readouterr().out
+    reason = {"Blind": "the environment has no images and no render()", "NoDisplay": "no display"}
+    with mock.patch.object(sac_hybrid, "film", side_effect=sac_hybrid.film) as film:
+        main(own(tmp_path, name, report_episodes=1))
+    assert f"there is no policy.gif: {reason[name]}" in capsys.readouterr().out
+    assert film.called == (name == "NoDisplay")  # the arm does not move for nothing
     assert not (tmp_path / "run" / "policy.gif").exists()
 
 
