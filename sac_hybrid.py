@@ -331,7 +331,7 @@ class Encoder(nn.Module):  # hybrid: images
         self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
         state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
-        channels = {key: obs_shapes[key][2] for key in self.image_keys}
+        channels = {key: obs_shapes[key][-1] for key in self.image_keys}
         if len(set(channels.values())) > 1:
             raise ValueError(f"the cameras have {channels} channels: expected equal numbers")
         if self.image_keys:  # one encoder for all cameras
@@ -759,9 +759,6 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     return batch
 
 
-MAX_LOSSES = 10_000  # updates that a line of metrics.jsonl averages, at most
-
-
 def learn(agent, online_rb, demo_rb, progress):
     """Make one update."""
     args = agent.args
@@ -772,11 +769,10 @@ def learn(agent, online_rb, demo_rb, progress):
         train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds this 1
         stats = agent.update(batch, train_actor)
     stats = {f"losses/{name}": value for name, value in stats.items()}
-    stats["buffer/demo_rows"] = batch["is_demo"].sum()
-    stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
-    progress.losses.append(stats)
-    # With --utd 0 the updates go on while the robot is paused, and no line is logged.
-    del progress.losses[:-MAX_LOSSES]
+    num_demo = batch["is_demo"].sum()
+    progress.add(
+        stats | {"buffer/demo_rows": num_demo, "buffer/online_rows": args.batch_size - num_demo}
+    )
 
 
 # --- rollout ---
@@ -1049,11 +1045,23 @@ class Progress:
     human_steps: int = 0
     human_takeovers: int = 0
     is_eval_due: bool = True  # the first evaluation follows the first episode
-    losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
-    window: list[dict] = field(default_factory=list)  # other statistics since that line
+    sums: dict = field(default_factory=dict)  # of each statistic since the last logged line
+    counts: dict = field(default_factory=dict)  # numbers in each sum
     best_score: list[float] = field(default_factory=list)
     best_agent: dict | None = None
     spaces: dict = field(default_factory=dict)  # of the robot; --resume compares them
+
+    def add(self, stats):
+        for name, value in stats.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def take_means(self) -> dict[str, float]:
+        """The mean of each statistic since the last call. It is NaN if one of the numbers is."""
+        means = {name: float(value) / self.counts[name] for name, value in self.sums.items()}
+        self.sums = {}
+        self.counts = {}
+        return means
 
 
 def train(args, device, robots, signals) -> dict[str, float]:
@@ -1107,7 +1115,7 @@ def train(args, device, robots, signals) -> dict[str, float]:
             progress.human_steps += int(record["interventions"])
             progress.human_takeovers += int(record["takeovers"])
             if episode_ended:  # a human may have helped: evaluations show what the policy can do
-                progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
+                progress.add({f"charts/{name}": float(record[name]) for name in RESULTS})
 
             # 2 update `utd` times, and publish the weights
             if progress.global_step > args.training_starts:
@@ -1123,7 +1131,7 @@ def train(args, device, robots, signals) -> dict[str, float]:
                 "time/rollout": rollout_time,
                 "time/update": time.time() - start_time - rollout_time,
             }
-            progress.window.append(step_stats)
+            progress.add(step_stats)
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
@@ -1134,7 +1142,7 @@ def train(args, device, robots, signals) -> dict[str, float]:
 
             # 4 log
             if is_last or progress.global_step % args.log_interval == 0:
-                row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
+                row |= progress.take_means()
                 row |= {
                     "charts/intervention_steps": progress.human_steps,
                     "charts/intervention_count": progress.human_takeovers,
@@ -1144,8 +1152,6 @@ def train(args, device, robots, signals) -> dict[str, float]:
                     "buffer/online_size": len(online_rb),
                     "buffer/demo_size": len(demo_rb),
                 }
-                progress.losses = []
-                progress.window = []
             if row:
                 run.log({"global_step": progress.global_step} | row)
                 metrics |= run.rows[-1]
@@ -1718,18 +1724,6 @@ class Run:
             self.wandb.finish()
 
 
-def mean_of_each(rows: list[dict]) -> dict[str, float]:
-    """Mean of each statistic over the rows that have it; one transfer from the device"""
-    columns = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(torch.as_tensor(value))
-    if not columns:
-        return {}
-    means = [torch.stack(column).float().nanmean() for column in columns.values()]
-    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
-
-
 STATUS = (
     "losses/critic_loss",
     "losses/grasp_critic_loss",
@@ -1908,7 +1902,7 @@ def save_run(run, agent, progress, record_file):
 
 def load_run(args, agent, robot) -> tuple[Run, Progress]:
     """Restore a run as it was when latest.pth was saved. records.bin may be longer by now."""
-    # map_location is for the losses since the last logged line, which are tensors, too.
+    # map_location is for the sums since the last logged line, which are tensors, too.
     path = Path(args.run_dir, "latest.pth")
     state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
     progress = Progress(**state["progress"])

@@ -529,9 +529,8 @@ def test_an_environment_that_does_not_fit_is_closed(name, tmp_path):
     assert (tmp_path / "closed").exists()
 
 
-def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
+def test_a_paused_robot_does_not_fill_the_memory():
     """With --utd 0 the updates go on while no line is logged."""
-    monkeypatch.setattr(sac_hybrid, "MAX_LOSSES", 3)
     agent = Robot(Args(**TINY)).make_agent("cpu")
     progress = sac_hybrid.Progress()
     demo_rb = sac_hybrid.FrameBuffer(50, Robot(Args(**TINY)).record_dtype)
@@ -540,7 +539,19 @@ def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
     online_rb = sac_hybrid.FrameBuffer(2, Robot(Args(**TINY)).record_dtype)
     for _ in range(7):
         sac_hybrid.learn(agent, online_rb, demo_rb, progress)
-    assert agent.updates == 7 and len(progress.losses) == 3
+    assert agent.updates == 7 and progress.counts["losses/critic_loss"] == 7
+    assert all(value.shape == () for value in progress.sums.values())
+
+
+def test_a_loss_that_is_not_a_number_shows_in_the_mean():
+    progress = sac_hybrid.Progress()
+    for loss in (1.0, 2.0):
+        progress.add({"critic_loss": torch.tensor(loss), "rate": 0.5})
+    assert progress.take_means() == {"critic_loss": 1.5, "rate": 0.5}
+    for loss in (1.0, float("nan")):
+        progress.add({"critic_loss": torch.tensor(loss)})
+    assert np.isnan(progress.take_means()["critic_loss"])
+    assert progress.take_means() == {}
 
 
 def test_image_only_demos_of_the_manual_train(tmp_path):
@@ -905,15 +916,15 @@ def test_resume_of_a_file_without_some_options(tmp_path, monkeypatch):
 
 
 def test_resumed_losses_are_on_the_device_of_the_agent(tmp_path):
-    """The loss of the next update is there, and both are averaged in one tensor."""
-    losses = [{"losses/critic_loss": torch.tensor(1.0)}]
-    state = dict(agent={}, rows=[], progress=dict(losses=losses, num_bytes=3))
+    """The loss of the next update is there, and is added."""
+    sums = {"losses/critic_loss": torch.tensor(1.0)}
+    state = dict(agent={}, rows=[], progress=dict(sums=sums, num_bytes=3))
     (tmp_path / "records.bin").write_bytes(b"saved, and more that is not")
     sac_hybrid.write_checkpoint(tmp_path / "latest.pth", state)
     agent = mock.Mock(raw_alpha=torch.empty((), device="meta"))  # stands for a GPU
     args = Args(run_dir=str(tmp_path), resume=True)
     _, progress = sac_hybrid.load_run(args, agent, SimpleNamespace(spaces={}))
-    assert progress.losses[0]["losses/critic_loss"].device.type == "meta"
+    assert progress.sums["losses/critic_loss"].device.type == "meta"
     assert (tmp_path / "records.bin").read_bytes() == b"sav"
 
 
