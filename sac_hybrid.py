@@ -60,6 +60,7 @@ The algorithm comes first and ends with `main`. Environment, data files and logg
 import copy
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -226,21 +227,15 @@ class ActionLayout:  # hybrid: grasp
         # The last dim of each arm. Two arms with 7 dims each have grippers at 6 and 13.
         self.gripper = [action_dim * i // num_grippers - 1 for i in range(1, num_grippers + 1)]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
-        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
+        # A grasp is a row of this table: a command for each gripper, in all combinations (G,grippers)
+        self.grasps = torch.tensor([*itertools.product((-1.0, 0.0, 1.0), repeat=num_grippers)])
+        self.grasp_dim = len(self.grasps) if num_grippers else 0
 
     def grasp_index(self, commands):
-        """The number of a joint command. It has a digit of base 3 for each gripper: 0 closes, 1
-        stays, 2 opens.  (N,grippers) -> (N,)"""
-        index = 0
-        for command in torch.as_tensor(commands).unbind(-1):
-            digit = command.round().clamp(-1, 1).long() + 1  # rounded: 0.95 opens
-            index = 3 * index + digit
-        return index
-
-    def grasp_commands(self, index):
-        """The joint command with this number.  -> (grippers,)"""
-        digits = [index // 3, index % 3]
-        return torch.tensor(digits[-self.num_grippers :]) - 1.0
+        """The row in the table of grasps.  (N,grippers) -> (N,)"""
+        commands = commands.round().clamp(-1, 1)  # rounded: 0.95 opens
+        is_equal = (commands[..., None, :] == self.grasps.to(commands)).all(-1)
+        return is_equal.int().argmax(-1)
 
 
 def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
@@ -563,7 +558,7 @@ class SACHybridAgent(nn.Module):
         action[self.layout.continuous] = (mean.cpu() + std.cpu() * noise)[0].tanh()
         if self.layout.num_grippers:  # hybrid: grasp
             best = self.critic.discrete_qf(features).argmax().item()
-            action[self.layout.gripper] = self.layout.grasp_commands(best)
+            action[self.layout.gripper] = self.layout.grasps[best]
         return action.numpy()
 
     def acting_parameters(self):
@@ -653,7 +648,7 @@ class FrameBuffer:
         self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
 
     def ends(self):
-        """The slots of the transitions whose first frame is still in the ring"""
+        """The slots of the transitions that can be drawn: their first frame is still in the ring"""
         oldest = max(0, self.num_frames - len(self.slots))
         return np.flatnonzero(self.starts >= oldest)
 
@@ -684,9 +679,8 @@ class FrameBuffer:
             self.slots[name][end % len(self.slots)] = record[name]
         self.newest_frame[actor] = end
 
-    def sample(self, num_rows, rng):
-        """Draw with replacement.  -> contents of slots (N,), first frames of transitions (N,)"""
-        ends = rng.choice(self.ends(), num_rows)
+    def read(self, ends):
+        """The transitions in these slots.  -> contents of the slots (N,), first frames (N,)"""
         return self.slots[ends], self.read_frames(self.starts[ends])
 
 
@@ -714,10 +708,9 @@ def random_shift(images, pad, rng):  # hybrid: images
     num_images, height, width, _ = images.shape
     tops, lefts = rng.integers(0, 2 * pad + 1, (2, num_images))
     padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), "edge")
-    shifted = np.empty_like(images)
-    for image, source, top, left in zip(shifted, padded, tops, lefts, strict=True):
-        image[:] = source[top : top + height, left : left + width]
-    return shifted
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), (1, 2))
+    shifted = windows[np.arange(num_images), tops, lefts]  # (N,channels,H,W)
+    return shifted.transpose(0, 2, 3, 1)
 
 
 def to_tensors(rows, device):
@@ -740,9 +733,14 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     device = agent.raw_alpha.device
     rng = random_numbers(args.seed, "batch", agent.updates)
     demo_ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
-    num_online, num_demo = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
-    online_slots, online_frames = online_rb.sample(num_online, rng)
-    demo_slots, demo_frames = demo_rb.sample(num_demo, rng)
+    online_ends = online_rb.ends()
+    demo_ends = demo_rb.ends()
+    num_online, num_demo = split_batch(
+        args.batch_size, len(online_ends), len(demo_ends), demo_ratio
+    )
+    # with replacement
+    online_slots, online_frames = online_rb.read(rng.choice(online_ends, num_online))
+    demo_slots, demo_frames = demo_rb.read(rng.choice(demo_ends, num_demo))
     slots = np.concatenate([online_slots, demo_slots])
     frames = np.concatenate([online_frames, demo_frames])
     if args.augment_pad:  # hybrid: images
@@ -811,11 +809,11 @@ class Robot:
         ):
             expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
             sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
-        parameters = inspect.signature(self.env.reset).parameters
-        kinds = [parameter.kind for parameter in parameters.values()]
-        # reset(**kwargs) of a wrapper takes a seed, too
-        self.takes_seed = "seed" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-        if not self.takes_seed:
+        try:
+            inspect.signature(self.env.reset).bind(seed=0)
+            self.takes_seed = True
+        except TypeError:
+            self.takes_seed = False
             print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)
         obs_shapes = {}
@@ -838,7 +836,7 @@ class Robot:
 
     def make_agent(self, device):
         return SACHybridAgent(
-            image_keys=[key for key, shape in self.obs_shapes.items() if len(shape) == 3],
+            image_keys=list(self.obs_shapes),
             continuous_action_dim=len(self.layout.continuous),
             grasp_action_dim=self.layout.grasp_dim,
             device=device,
@@ -894,17 +892,21 @@ class Robot:
         record["obs"] = tuple(self.obs.values())
         record["next_obs"] = tuple(next_obs.values())
         record["actions"] = action
-        record["rewards"] = self.rewards[-1]
-        record["masks"] = not (terminated or (truncated and self.args.timeout_terminal))
-        record["dones"] = terminated or truncated
         penalty = info.get("grasp_penalty", GRASP_PENALTY * num_toggles)
-        record["grasp_penalty"] = to_array("grasp_penalty", penalty, (1,)).item()
-        record["interventions"] = is_human
-        record["takeovers"] = is_human and not self.was_human
-        record["ranks"] = rank()
-        record["success_rate"] = has_succeeded(self.rewards, terminated, info)
-        record["episodic_return"] = sum(self.rewards)
-        record["episodic_length"] = len(self.rewards)
+        numbers = dict(
+            rewards=self.rewards[-1],
+            masks=not (terminated or (truncated and self.args.timeout_terminal)),
+            dones=terminated or truncated,
+            grasp_penalty=to_array("grasp_penalty", penalty, (1,)).item(),
+            interventions=is_human,
+            takeovers=is_human and not self.was_human,
+            ranks=rank(),
+            success_rate=has_succeeded(self.rewards, terminated, info),
+            episodic_return=sum(self.rewards),
+            episodic_length=len(self.rewards),
+        )
+        for name, number in numbers.items():
+            record[name] = number
         self.was_human = is_human
         self.obs = next_obs
         self.is_done = bool(record["dones"])
@@ -1126,12 +1128,13 @@ def train(args, device, robots, signals) -> dict[str, float]:
                 progress.updates_due -= 1
                 learn(agent, online_rb, demo_rb, progress)
             published["weights"] = agent.acting_weights()
-            step_stats = {
-                "charts/intervention_rate": float(record["interventions"]),
-                "time/rollout": rollout_time,
-                "time/update": time.time() - start_time - rollout_time,
-            }
-            progress.add(step_stats)
+            progress.add(
+                {
+                    "charts/intervention_rate": float(record["interventions"]),
+                    "time/rollout": rollout_time,
+                    "time/update": time.time() - start_time - rollout_time,
+                }
+            )
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
@@ -1425,7 +1428,7 @@ class BarWorld(gym.Env):
 # --- task: demonstrations ---
 def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
     """Episodes in which the scripted human succeeds, or random actions fail.  -> records"""
-    if num_demos == 0:
+    if num_demos == 0:  # an environment without a scripted human
         return []
     robot = Robot(args)
 
@@ -1436,15 +1439,14 @@ def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
 
     demos = []
     num_kept = 0
-    attempt = 0
-    while num_kept < num_demos:
+    for attempt in itertools.count():
+        if num_kept == num_demos:
+            return demos
         seed = random_numbers(args.seed, "demo", attempt).integers(2**31)
         episode = robot.play(act, int(seed))
-        attempt += 1
         if episode["success_rate"][-1] == success:
             demos += list(episode)
             num_kept += 1
-    return demos
 
 
 def write_demos(path, records):
@@ -1619,14 +1621,11 @@ def take_picture(robot, caption: str) -> np.ndarray:
 
 def film(robot, player: str, act, seed) -> list[np.ndarray]:
     """Play an episode.  -> its pictures"""
-    pictures = []
-
-    def act_and_film(obs):
+    robot.reset(seed)
+    pictures = [take_picture(robot, f"{player}, step 0")]
+    while not robot.is_done:
+        robot.step(act(robot.obs))
         pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
-        return act(obs)
-
-    robot.play(act_and_film, seed)
-    pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
     return pictures
 
 

@@ -79,8 +79,8 @@ def test_grippers():
     one, two = ActionLayout(7, 1), ActionLayout(14, 2)
     commands = torch.tensor([[0.95], [-0.93], [0.3], [-0.2]])  # rounded, not truncated
     assert one.grasp_index(commands).tolist() == [2, 0, 1, 1]
-    assert two.grasp_index([-1.0, 1.0]) == 2 and two.grasp_commands(5).tolist() == [0, 1]
-    assert [two.grasp_index(two.grasp_commands(i)).item() for i in range(9)] == list(range(9))
+    assert two.grasp_index(torch.tensor([-1.0, 1.0])) == 2 and two.grasps[5].tolist() == [0, 1]
+    assert two.grasp_index(two.grasps).tolist() == list(range(9))
     held, _ = hold_grippers(np.array([0.51, -0.2]), -np.ones(2))
     assert held.tolist() == [1, -1]  # a weak command is a whole one
     held, counts = np.ones(2), []

@@ -306,8 +306,7 @@ def buffers_of(monkeypatch):
 
 def stored(buffer):
     """-> slots and first frames of all transitions, in order"""
-    ends = buffer.ends()
-    return buffer.slots[ends], buffer.read_frames(buffer.starts[ends])
+    return buffer.read(buffer.ends())
 
 
 def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
