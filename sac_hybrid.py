@@ -15,18 +15,21 @@
             1 critics                                                         (agent.update)
             2 actor and temperature, in each `cta_ratio`-th update only
             3 target networks
-        publish a copy of the weights to the actor
+        copy the weights to the actor
 
 SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
-open. The Q function of the arm does not get this command as an input: its values are averages over
-the commands in the data. The gripper explores only in the first --random-steps. Without such steps,
-demonstrations or a human must show it when to close and open.
+open. The Q function of the arm does not get this command as an input, so its values are averages
+over the commands in the data.
+
+The policy of the gripper has no noise. It explores only in the first --random-steps. If there are
+none, demonstrations or a human must show when to close and open. The arm explores in every step. An
+untrained policy has a standard deviation near 1: its actions are large, also with --random-steps 0.
+With a real arm, start from demonstrations, with a small --training-starts.
 
 In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
-human trembles, makes mistakes, and moves at half the maximum speed. A policy that imitates this
+human is noisy, makes mistakes, and moves at half the maximum speed. A policy that imitates this
 human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
-many steps (docs/sac_hybrid.md has the measurements). BAR_WORLD has the default options for this
-environment; they replace those in Args.
+many steps (docs/sac_hybrid.md has the measurements).
 
 wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
@@ -38,8 +41,8 @@ What differs from HIL-SERL:
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
 - Actor and learner take turns (--utd). HIL-SERL is asynchronous; --utd 0 does the same here.
 - The update of the actor uses the features from before the step of the critics and the encoder.
-- The target bootstraps after a time limit. Data without masks is an exception: there it does not
-  bootstrap wherever an episode ended.
+- The target bootstraps after a time limit. A demonstration file without masks does not tell a time
+  limit from a termination; there the target bootstraps at no end of an episode.
 - final_model.pth is the policy with the best evaluation.
 - The critics share the scale and bias of LayerNorm. HIL-SERL has no behavior-cloning loss.
 - The built-in human takes over at a random step, until the end of the episode. A real human takes
@@ -48,7 +51,8 @@ What differs from SAC (arXiv:1812.05905): the actor follows the mean of the crit
 minimum, the target of the critics has no entropy bonus, and the target entropy is -A/2.
 
 Shapes: N rows, D features, A action dims, C continuous ones of these, G grasps, E critics.
-A transition is stored as a numpy record. A grasp is one number for the commands to all grippers.
+A transition is stored as a numpy record. A grasp is the number of a combined command to all
+grippers; with one gripper, 0 closes, 1 stays and 2 opens.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
@@ -130,7 +134,8 @@ GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a grip
 # --- args ---
 @dataclass
 class Args:
-    # BAR_WORLD, GYM_ID or OWN_CLASS replaces some of these defaults, and --help shows the result.
+    # Which value of an option wins? 1 what you type, 2 with --resume what the run had, 3 BAR_WORLD,
+    # GYM_ID or OWN_CLASS, which --env-id selects, 4 the default here. --help shows the result.
     # run
     seed: int = 1  # seed of training; the evaluation is the same for every seed
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -151,7 +156,7 @@ class Args:
     # task
     env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
-    image_keys: list[str] = field(default_factory=list)  # what the policy observes (none: all)
+    image_keys: list[str] = field(default_factory=list)  # images and vectors to observe (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
@@ -227,7 +232,7 @@ class ActionLayout:  # hybrid: grasp
         # The last dim of each arm. Two arms with 7 dims each have grippers at 6 and 13.
         self.gripper = [action_dim * i // num_grippers - 1 for i in range(1, num_grippers + 1)]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
-        # A grasp is a row of this table: a command for each gripper, in all combinations (G,grippers)
+        # A grasp is a row of this table of all combined commands.  (G,grippers)
         self.grasps = torch.tensor([*itertools.product((-1.0, 0.0, 1.0), repeat=num_grippers)])
         self.grasp_dim = len(self.grasps) if num_grippers else 0
 
@@ -330,7 +335,9 @@ class Encoder(nn.Module):  # hybrid: images
         if len(set(channels.values())) > 1:
             raise ValueError(f"the cameras have {channels} channels: expected equal numbers")
         if self.image_keys:  # one encoder for all cameras
-            largest = max(obs_shapes[key] for key in self.image_keys)  # it has the most rows
+            largest = max(
+                obs_shapes[key] for key in self.image_keys
+            )  # the shape with the most rows
             self.image = ImageEncoder(largest)
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
@@ -453,13 +460,13 @@ class SACHybridAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
 
     def policy(self, features):
-        """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
+        """The mean and the standard deviation of an action before the tanh.  (N,D) -> 2 x (N,C)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
-        # Each update has a seed of its own, so a resumed run needs no saved generator state.
+        # The seed depends on the number of the update, so --resume needs no state of a generator.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -629,14 +636,17 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frame number n is in slot n % capacity. A transition is in the slot of its last frame; `starts`
-    has the number of its first frame there, or -1 if no transition ends in this slot.
+    Frames are numbered in the order of writing. Frame number n is in slot n % capacity. The slot of
+    the last frame of a transition also has its action, reward and so on. `starts` has there the
+    number of the first frame of this transition, or -1 if no transition ends in this slot.
     With capacity 4, after the episodes a -> b -> c and d -> e:
 
         slot         0    1    2    3
         frame        e    b    c    d     e has overwritten a, which was number 0
         number       4    1    2    3
-        starts       3    0    1   -1     so a -> b cannot be drawn
+        starts       3    0    1   -1
+        transition d->e  a->b b->c  -
+        can be drawn yes  no   yes  -     a is gone
     """
 
     def __init__(self, capacity, record_dtype):
@@ -666,8 +676,8 @@ class FrameBuffer:
         return self.num_frames - 1
 
     def insert(self, record):
-        """Write the last frame of a record. Write its first frame, too, unless it is the frame that
-        the same actor wrote last: then the record continues an episode."""
+        """Write the frames of a transition. If its first frame equals the last one of this actor,
+        the episode continues and the first frame is not written again."""
         actor = int(record["ranks"])
         start = self.newest_frame.get(actor, -1)
         oldest_after_this = max(0, self.num_frames + 1 - len(self.slots))
@@ -764,7 +774,7 @@ def learn(agent, online_rb, demo_rb, progress):
     if args.algorithm == "bc":
         stats = agent.update_bc(batch)
     else:
-        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds this 1
+        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds 1 to agent.updates
         stats = agent.update(batch, train_actor)
     stats = {f"losses/{name}": value for name, value in stats.items()}
     num_demo = batch["is_demo"].sum()
@@ -826,7 +836,7 @@ class Robot:
     def set_spaces(self, args, obs_shapes, low, high):
         self.args = args
         self.spaces = dict(obs_shapes=obs_shapes, low=low.tolist(), high=high.tolist())
-        self.obs_shapes = obs_shapes  # of what the policy sees
+        self.obs_shapes = obs_shapes  # shapes of what the policy sees
         self.low = low  # bounds of the actions of the environment
         self.high = high
         self.center = (high + low) / 2
@@ -870,7 +880,7 @@ class Robot:
     def step(self, action) -> np.ndarray:
         """Make one step of the environment.  -> its record, which has the action of the human if a
         human acted"""
-        # 1 the policy sends its action; "stay" repeats the last command of the gripper
+        # 1 the policy sends its action; instead of "stay" the gripper gets its last command again
         grippers = self.layout.gripper  # hybrid: grasp
         command = action.copy()
         command[grippers], _ = hold_grippers(action[grippers], self.last_commands)
@@ -879,7 +889,7 @@ class Robot:
         raw, reward, terminated, truncated, info = self.env.step(command)
         next_obs = select_obs(as_dict(raw), self.obs_shapes)
 
-        # 2 if a human acted instead, `action` is from here on what the human did
+        # 2 if a human acted instead, `action` is from here on the action of the human
         is_human = info.get("intervene_action") is not None
         if is_human:
             human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
@@ -887,7 +897,7 @@ class Robot:
         self.last_commands, num_toggles = hold_grippers(action[grippers], self.last_commands)
         self.rewards.append(to_array("reward", reward, (1,)).item())
 
-        # 3 record what happened
+        # 3 record what happened; `action` still has "stay", because the record is for learning
         record = np.zeros((), self.record_dtype)
         record["obs"] = tuple(self.obs.values())
         record["next_obs"] = tuple(next_obs.values())
@@ -956,17 +966,18 @@ def explore(agent, obs, step, rng) -> np.ndarray:
 
 
 class ActorThread(threading.Thread):
-    """Takes environment steps with the newest published weights, and hands over their records.
+    """Takes environment steps with the newest weights, and hands their records to the learner.
 
-    After each step it waits until the learner says that it may continue: the two take turns. With
-    --utd 0 it waits only at the end of an episode, because the learner evaluates and saves there.
+    After each step the actor waits while the learner updates. Then the learner waits while the
+    actor takes its next step. With --utd 0 the actor waits only at the end of an episode, where the
+    learner evaluates and saves. The learner does not wait then: it updates until a record arrives.
     """
 
-    def __init__(self, robot, steps, published, arrivals):
+    def __init__(self, robot, steps, newest, arrivals):
         super().__init__(daemon=True)
         self.robot = robot
         self.steps = steps
-        self.published = published
+        self.newest = newest
         self.arrivals = arrivals
         self.may_continue = threading.Semaphore(0)
         self.is_stopped = False
@@ -974,7 +985,7 @@ class ActorThread(threading.Thread):
     def run(self):
         try:
             for step in self.steps:  # all actors share this iterator
-                record = self.robot.take_turn(step, self.published["weights"])
+                record = self.robot.take_turn(step, self.newest["weights"])
                 self.arrivals.put((self, record))
                 if self.robot.args.utd or record["dones"]:
                     self.may_continue.acquire()
@@ -1079,7 +1090,7 @@ def train(args, device, robots, signals) -> dict[str, float]:
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
 
-    published = {"weights": agent.acting_weights()}  # the actors read the newest entry
+    newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
     actors = []
@@ -1094,7 +1105,7 @@ def train(args, device, robots, signals) -> dict[str, float]:
         if signals.received:
             sys.exit("stopped before the first step")
         for robot in robots:
-            actor = ActorThread(robot, steps, published, arrivals)
+            actor = ActorThread(robot, steps, newest, arrivals)
             actor.start()
             actors.append(actor)
 
@@ -1119,15 +1130,15 @@ def train(args, device, robots, signals) -> dict[str, float]:
             if episode_ended:  # a human may have helped: evaluations show what the policy can do
                 progress.add({f"charts/{name}": float(record[name]) for name in RESULTS})
 
-            # 2 update `utd` times, and publish the weights
+            # 2 update `utd` times, and copy the weights to the actors
             if progress.global_step > args.training_starts:
                 progress.updates_due += args.utd
                 if args.utd == 0 and episode_ended:
-                    progress.updates_due += 1  # a fast environment leaves no time for step 1
+                    progress.updates_due += 1  # in case a record was always waiting in step 1
             while progress.updates_due >= 1:
                 progress.updates_due -= 1
                 learn(agent, online_rb, demo_rb, progress)
-            published["weights"] = agent.acting_weights()
+            newest["weights"] = agent.acting_weights()
             progress.add(
                 {
                     "charts/intervention_rate": float(record["interventions"]),
@@ -1224,12 +1235,14 @@ def main(args: Args) -> dict[str, float]:
 def make_env(args: Args):
     """The built-in environment, a class in file.py:Class, or a Gymnasium id.
 
-    A class needs reset() and step(). Its constructor gets --image-keys (all names, those of vectors
-    included) and the number of action dims. action_space, render() and close() are optional. The
-    attribute `allow_intervention` is set from outside: if it is False, no human may act. step() may
-    put into its info "intervene_action", which is what a human did instead of the action,
-    "grasp_penalty", which replaces the penalty of this script, and "succeed", "success" or
-    "is_success". After a reset the grippers are open.
+    A class needs reset() and step(). Its constructor gets --image-keys, the names of images and
+    vectors, and the number of action dims. action_space, render() and close() are optional. The
+    attribute `allow_intervention` is set from outside: if it is False, no human may act. After a
+    reset the grippers are open. The info of step() may have
+
+        intervene_action                 the action of a human, which replaced the given one
+        grasp_penalty                    replaces the penalty of this script
+        succeed, success, is_success     whether the episode succeeded
     """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
@@ -1407,8 +1420,8 @@ class BarWorld(gym.Env):
         return self.observe(), float(success), bool(success), bool(truncated), info
 
     def human(self):
-        """Go straight to the bar, close the gripper, lift. The clumsy human moves at half speed,
-        trembles, and sometimes gives a random command to the gripper."""
+        """Go straight to the bar, close the gripper, lift. The clumsy human moves with noise, at
+        half speed, and sometimes gives a random command to the gripper."""
         target = self.bar.copy()
         target[self.is_held, 2] = 0.8
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
@@ -1416,10 +1429,10 @@ class BarWorld(gym.Env):
         grip = np.where(arrives & self.is_open, -1, 0)  # close
         grip[~self.is_open & ~self.is_held] = 1  # it closed on nothing, so it opens again
         if self.is_clumsy:
-            tremble = 0.35 if self.num_arms == 1 else 0.25
-            move = 0.5 * move + self.np_random.normal(0, tremble, move.shape)
-            slips = self.np_random.random(self.num_arms) < 0.1
-            grip[slips] = self.np_random.integers(-1, 2)
+            noise = 0.35 if self.num_arms == 1 else 0.25
+            move = 0.5 * move + self.np_random.normal(0, noise, move.shape)
+            is_mistake = self.np_random.random(self.num_arms) < 0.1
+            grip[is_mistake] = self.np_random.integers(-1, 2)
         if self.num_grippers:
             move = np.column_stack([move, grip])
         return np.clip(move, -1, 1).ravel().astype(np.float32)
@@ -1541,8 +1554,8 @@ def read_obs(transition, name, obs_shapes):
 def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
     """Convert a transition of a file, whose action is in the units of the environment.  -> record
 
-    Masks that are missing are 1 - dones: the target does not bootstrap at any end of an episode.
-    Penalties that are missing are computed from the commands of the gripper.
+    If `masks` is missing, it is 1 - dones: the target bootstraps at no end of an episode. If
+    `grasp_penalty` is missing, it is computed from the commands of the gripper.
     """
     record = np.zeros((), robot.record_dtype)
     record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
@@ -1566,7 +1579,7 @@ def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
         try:
             transitions = read_transitions(path)
             size = len(transitions) * robot.record_dtype.itemsize
-            # A pickle can refer to one array many times, and each row becomes a copy.
+            # A small pickle can name one array in many rows, and each row becomes a copy of it.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
                 raise ValueError(f"it would take {size} bytes of memory")
             if not transitions:
@@ -1594,8 +1607,8 @@ def read_records(path, record_dtype):
 
 
 def check_memory(num_bytes):
-    """Refuse buffers that would not fit. They take memory as they fill up, so it would run out in
-    the middle of the run."""
+    """Refuse buffers that would not fit. They take memory only as they fill up: without this check
+    a run would fail after many steps."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -1876,7 +1889,7 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
         return load_run(args, agent, robot)
-    # The files are read before the run has a folder, because they may be unusable.
+    # The files are read first: a file that cannot be used leaves no folder behind.
     failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
     for record in demos:
@@ -1900,8 +1913,9 @@ def save_run(run, agent, progress, record_file):
 
 
 def load_run(args, agent, robot) -> tuple[Run, Progress]:
-    """Restore a run as it was when latest.pth was saved. records.bin may be longer by now."""
-    # map_location is for the sums since the last logged line, which are tensors, too.
+    """Restore a run as it was when latest.pth was saved. Later records of records.bin are dropped,
+    because the run repeats these steps."""
+    # Some sums in Progress are tensors on the device of the agent: map_location moves them there.
     path = Path(args.run_dir, "latest.pth")
     state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
     progress = Progress(**state["progress"])
@@ -1915,7 +1929,7 @@ def load_run(args, agent, robot) -> tuple[Run, Progress]:
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; at the end of the episode the loop saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop saves and ends after the episode.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """
@@ -1933,9 +1947,11 @@ class Signals:
         self.received = True
         self.release()
         # not print(): the signal may have come in the middle of another one
-        message = "signal received: the robot finishes this episode, then the run saves and ends;"
-        message += " press Ctrl-C again to save and end after the current step\n"
-        os.write(2, message.encode())
+        os.write(
+            2,
+            b"signal received: the robot finishes this episode, then the run saves and ends;"
+            b" press Ctrl-C again to save and end after the current step\n",
+        )
 
     def release(self):
         for number, handler in self.previous_handlers.items():
