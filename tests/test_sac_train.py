@@ -1247,6 +1247,43 @@ def test_no_pictures_where_there_is_nothing_to_see(name, tmp_path, capsys):
     assert not (tmp_path / "run" / "policy.gif").exists()
 
 
+def test_the_page_plays_a_model_as_the_script_does(tmp_path, monkeypatch):
+    """Units of the environment, and "stay" repeats the last command."""
+    space = "gym.spaces.Box(np.float32([-2] * 7), np.float32([4] * 7))"
+    source = OWN.replace("self.dim =", f"self.action_space = {space}\n        self.dim =")
+    args = own(tmp_path, "Polite", f"import gymnasium as gym\n{source}\n\nMyEnv = Polite\n")
+    main(args)
+    robot = Robot(args)
+    agent = robot.make_agent("cpu")
+    agent.load(tmp_path / "run" / "final_model.pth")
+    commands = iter([0, 1, 0, 2, 1, 1, 0, 1, 2, 1] * 2)
+    choose = {}  # of the gripper: close, stay, ...
+
+    def act(agent, obs, noise=0.0):
+        step = int(obs["proprio"][0])
+        action = real_act(agent, obs, noise)
+        action[6] = choose.setdefault(step, next(commands) - 1)
+        return action
+
+    real_act = sac_hybrid.SACHybridAgent.act
+    monkeypatch.setattr(sac_hybrid.SACHybridAgent, "act", act)
+    robot.play(agent.act, seed=0)
+    page = (ROOT / "docs" / "sac_hybrid.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(import numpy as np\nfrom my_env.*?)```", page, re.S)[1]
+    block = block.replace("runs/X", str(tmp_path / "run")).replace("my_env", "own")
+    block = block.replace(
+        "low, high = -1.0, 1.0", "low, high = env.action_space.low, env.action_space.high"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    names = {}
+    exec(block, names)
+    assert len(robot.env.seen) == 10
+    for one, two in zip(names["env"].seen, robot.env.seen, strict=True):
+        assert one == pytest.approx(two, abs=1e-6)
+    assert {float(action[6]) for action in robot.env.seen} == {-2, 4}
+
+
 # --- the command line ---
 MANUAL = """
 --test quick
