@@ -15,18 +15,21 @@
             1 critics                                                         (agent.update)
             2 actor and temperature, in each `cta_ratio`-th update only
             3 target networks
-        publish a copy of the weights to the actor
+        copy the weights to the actor
 
 SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
-open. The Q function of the arm does not get this command as an input: its values are averages over
-the commands in the data. The gripper explores only in the first --random-steps. Without such steps,
-demonstrations or a human must show it when to close and open.
+open. The Q function of the arm does not get this command as an input, so its values are averages
+over the commands in the data.
+
+The policy of the gripper has no noise. It explores only in the first --random-steps. If there are
+none, demonstrations or a human must show when to close and open. The arm explores in every step. An
+untrained policy has a standard deviation near 1: its actions are large, also with --random-steps 0.
+With a real arm, start from demonstrations, with a small --training-starts.
 
 In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
-human trembles, makes mistakes, and moves at half the maximum speed. A policy that imitates this
+human is noisy, makes mistakes, and moves at half the maximum speed. A policy that imitates this
 human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
-many steps (docs/sac_hybrid.md has the measurements). BAR_WORLD has the default options for this
-environment; they replace those in Args.
+many steps (docs/sac_hybrid.md has the measurements).
 
 wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
@@ -38,8 +41,8 @@ What differs from HIL-SERL:
   pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
 - Actor and learner take turns (--utd). HIL-SERL is asynchronous; --utd 0 does the same here.
 - The update of the actor uses the features from before the step of the critics and the encoder.
-- The target bootstraps after a time limit. Data without masks is an exception: there it does not
-  bootstrap wherever an episode ended.
+- The target bootstraps after a time limit. A demonstration file without masks does not tell a time
+  limit from a termination; there the target bootstraps at no end of an episode.
 - final_model.pth is the policy with the best evaluation.
 - The critics share the scale and bias of LayerNorm. HIL-SERL has no behavior-cloning loss.
 - The built-in human takes over at a random step, until the end of the episode. A real human takes
@@ -48,7 +51,8 @@ What differs from SAC (arXiv:1812.05905): the actor follows the mean of the crit
 minimum, the target of the critics has no entropy bonus, and the target entropy is -A/2.
 
 Shapes: N rows, D features, A action dims, C continuous ones of these, G grasps, E critics.
-A transition is stored as a numpy record. A grasp is one number for the commands to all grippers.
+A transition is stored as a numpy record. A grasp is the number of a combined command to all
+grippers; with one gripper, 0 closes, 1 stays and 2 opens.
 The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
@@ -60,6 +64,7 @@ The algorithm comes first and ends with `main`. Environment, data files and logg
 import copy
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -120,14 +125,17 @@ BAR_WORLD = dict(  # defaults for the built-in environment
 )
 GYM_ID = dict(setup_mode="single-arm-fixed-gripper")  # defaults for a Gymnasium id
 # Defaults for --env-id file.py:Class, which may move a real arm
-OWN_CLASS = dict(eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100)
+OWN_CLASS = dict(
+    eval_episodes=0, report_episodes=0, random_steps=0, training_starts=100, save_every=500
+)
 GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a gripper opens or closes
 
 
 # --- args ---
 @dataclass
 class Args:
-    # BAR_WORLD, GYM_ID or OWN_CLASS replaces some of these defaults, and --help shows the result.
+    # Which value of an option wins? 1 what you type, 2 with --resume what the run had, 3 BAR_WORLD,
+    # GYM_ID or OWN_CLASS, which --env-id selects, 4 the default here. --help shows the result.
     # run
     seed: int = 1  # seed of training; the evaluation is the same for every seed
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -148,7 +156,7 @@ class Args:
     # task
     env_id: str = BUILT_IN  # BarWorld-v0, a Gymnasium id, or file.py:Class
     setup_mode: Literal[tuple(SETUP_MODES)] = "single-arm-learned-gripper"  # action layout
-    image_keys: list[str] = field(default_factory=list)  # what the policy observes (none: all)
+    image_keys: list[str] = field(default_factory=list)  # images and vectors to observe (none: all)
     demo_paths: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
@@ -224,21 +232,15 @@ class ActionLayout:  # hybrid: grasp
         # The last dim of each arm. Two arms with 7 dims each have grippers at 6 and 13.
         self.gripper = [action_dim * i // num_grippers - 1 for i in range(1, num_grippers + 1)]
         self.continuous = [i for i in range(action_dim) if i not in self.gripper]
-        self.grasp_dim = 3**num_grippers if num_grippers else 0  # two grippers choose jointly
+        # A grasp is a row of this table of all combined commands.  (G,grippers)
+        self.grasps = torch.tensor([*itertools.product((-1.0, 0.0, 1.0), repeat=num_grippers)])
+        self.grasp_dim = len(self.grasps) if num_grippers else 0
 
     def grasp_index(self, commands):
-        """The number of a joint command. It has a digit of base 3 for each gripper: 0 closes, 1
-        stays, 2 opens.  (N,grippers) -> (N,)"""
-        index = 0
-        for command in torch.as_tensor(commands).unbind(-1):
-            digit = command.round().clamp(-1, 1).long() + 1  # rounded: 0.95 opens
-            index = 3 * index + digit
-        return index
-
-    def grasp_commands(self, index):
-        """The joint command with this number.  -> (grippers,)"""
-        digits = [index // 3, index % 3]
-        return torch.tensor(digits[-self.num_grippers :]) - 1.0
+        """The row in the table of grasps.  (N,grippers) -> (N,)"""
+        commands = commands.round().clamp(-1, 1)  # rounded: 0.95 opens
+        is_equal = (commands[..., None, :] == self.grasps.to(commands)).all(-1)
+        return is_equal.int().argmax(-1)
 
 
 def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
@@ -329,8 +331,13 @@ class Encoder(nn.Module):  # hybrid: images
         self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
         state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
+        channels = {key: obs_shapes[key][-1] for key in self.image_keys}
+        if len(set(channels.values())) > 1:
+            raise ValueError(f"the cameras have {channels} channels: expected equal numbers")
         if self.image_keys:  # one encoder for all cameras
-            largest = max(obs_shapes[key] for key in self.image_keys)  # it has the most rows
+            largest = max(
+                obs_shapes[key] for key in self.image_keys
+            )  # the shape with the most rows
             self.image = ImageEncoder(largest)
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
@@ -453,13 +460,13 @@ class SACHybridAgent(nn.Module):
         return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
 
     def policy(self, features):
-        """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
+        """The mean and the standard deviation of an action before the tanh.  (N,D) -> 2 x (N,C)"""
         mean, log_std = self.actor(features).chunk(2, -1)
         return mean, log_std.clamp(math.log(1e-5), math.log(5)).exp()
 
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
-        # Each update has a seed of its own, so a resumed run needs no saved generator state.
+        # The seed depends on the number of the update, so --resume needs no state of a generator.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -558,7 +565,7 @@ class SACHybridAgent(nn.Module):
         action[self.layout.continuous] = (mean.cpu() + std.cpu() * noise)[0].tanh()
         if self.layout.num_grippers:  # hybrid: grasp
             best = self.critic.discrete_qf(features).argmax().item()
-            action[self.layout.gripper] = self.layout.grasp_commands(best)
+            action[self.layout.gripper] = self.layout.grasps[best]
         return action.numpy()
 
     def acting_parameters(self):
@@ -629,14 +636,17 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frame number n is in slot n % capacity. A transition is in the slot of its last frame; `starts`
-    has the number of its first frame there, or -1 if no transition ends in this slot.
+    Frames are numbered in the order of writing. Frame number n is in slot n % capacity. The slot of
+    the last frame of a transition also has its action, reward and so on. `starts` has there the
+    number of the first frame of this transition, or -1 if no transition ends in this slot.
     With capacity 4, after the episodes a -> b -> c and d -> e:
 
         slot         0    1    2    3
         frame        e    b    c    d     e has overwritten a, which was number 0
         number       4    1    2    3
-        starts       3    0    1   -1     so a -> b cannot be drawn
+        starts       3    0    1   -1
+        transition d->e  a->b b->c  -
+        can be drawn yes  no   yes  -     a is gone
     """
 
     def __init__(self, capacity, record_dtype):
@@ -648,7 +658,7 @@ class FrameBuffer:
         self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
 
     def ends(self):
-        """The slots of the transitions whose first frame is still in the ring"""
+        """The slots of the transitions that can be drawn: their first frame is still in the ring"""
         oldest = max(0, self.num_frames - len(self.slots))
         return np.flatnonzero(self.starts >= oldest)
 
@@ -666,8 +676,8 @@ class FrameBuffer:
         return self.num_frames - 1
 
     def insert(self, record):
-        """Write the last frame of a record. Write its first frame, too, unless it is the frame that
-        the same actor wrote last: then the record continues an episode."""
+        """Write the frames of a transition. If its first frame equals the last one of this actor,
+        the episode continues and the first frame is not written again."""
         actor = int(record["ranks"])
         start = self.newest_frame.get(actor, -1)
         oldest_after_this = max(0, self.num_frames + 1 - len(self.slots))
@@ -679,9 +689,8 @@ class FrameBuffer:
             self.slots[name][end % len(self.slots)] = record[name]
         self.newest_frame[actor] = end
 
-    def sample(self, num_rows, rng):
-        """Draw with replacement.  -> contents of slots (N,), first frames of transitions (N,)"""
-        ends = rng.choice(self.ends(), num_rows)
+    def read(self, ends):
+        """The transitions in these slots.  -> contents of the slots (N,), first frames (N,)"""
         return self.slots[ends], self.read_frames(self.starts[ends])
 
 
@@ -709,10 +718,9 @@ def random_shift(images, pad, rng):  # hybrid: images
     num_images, height, width, _ = images.shape
     tops, lefts = rng.integers(0, 2 * pad + 1, (2, num_images))
     padded = np.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)), "edge")
-    shifted = np.empty_like(images)
-    for image, source, top, left in zip(shifted, padded, tops, lefts, strict=True):
-        image[:] = source[top : top + height, left : left + width]
-    return shifted
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), (1, 2))
+    shifted = windows[np.arange(num_images), tops, lefts]  # (N,channels,H,W)
+    return shifted.transpose(0, 2, 3, 1)
 
 
 def to_tensors(rows, device):
@@ -735,9 +743,14 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     device = agent.raw_alpha.device
     rng = random_numbers(args.seed, "batch", agent.updates)
     demo_ratio = 1.0 if args.algorithm == "bc" else args.demo_ratio
-    num_online, num_demo = split_batch(args.batch_size, len(online_rb), len(demo_rb), demo_ratio)
-    online_slots, online_frames = online_rb.sample(num_online, rng)
-    demo_slots, demo_frames = demo_rb.sample(num_demo, rng)
+    online_ends = online_rb.ends()
+    demo_ends = demo_rb.ends()
+    num_online, num_demo = split_batch(
+        args.batch_size, len(online_ends), len(demo_ends), demo_ratio
+    )
+    # with replacement
+    online_slots, online_frames = online_rb.read(rng.choice(online_ends, num_online))
+    demo_slots, demo_frames = demo_rb.read(rng.choice(demo_ends, num_demo))
     slots = np.concatenate([online_slots, demo_slots])
     frames = np.concatenate([online_frames, demo_frames])
     if args.augment_pad:  # hybrid: images
@@ -754,9 +767,6 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     return batch
 
 
-MAX_LOSSES = 10_000  # updates that a line of metrics.jsonl averages, at most
-
-
 def learn(agent, online_rb, demo_rb, progress):
     """Make one update."""
     args = agent.args
@@ -764,22 +774,22 @@ def learn(agent, online_rb, demo_rb, progress):
     if args.algorithm == "bc":
         stats = agent.update_bc(batch)
     else:
-        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds this 1
+        train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds 1 to agent.updates
         stats = agent.update(batch, train_actor)
     stats = {f"losses/{name}": value for name, value in stats.items()}
-    stats["buffer/demo_rows"] = batch["is_demo"].sum()
-    stats["buffer/online_rows"] = (~batch["is_demo"]).sum()
-    progress.losses.append(stats)
-    # With --utd 0 the updates go on while the robot is paused, and no line is logged.
-    del progress.losses[:-MAX_LOSSES]
+    num_demo = batch["is_demo"].sum()
+    progress.add(
+        stats | {"buffer/demo_rows": num_demo, "buffer/online_rows": args.batch_size - num_demo}
+    )
 
 
 # --- rollout ---
 def hold_grippers(commands, last_commands):
-    """Replace the command "stay" by the last command.  -> commands, number of grippers that open
-    or close now"""
-    held = np.where(np.round(commands) == 0, last_commands, commands)
-    return held, int(((held < 0) != (last_commands < 0)).sum())
+    """Round the commands, and replace 0, which is "stay", by the last command.
+    -> commands, number of grippers that open or close now"""
+    commands = np.round(commands)  # 0.51 opens completely
+    commands = np.where(commands == 0, last_commands, commands)
+    return commands, int((commands != last_commands).sum())
 
 
 class Robot:
@@ -788,11 +798,32 @@ class Robot:
 
     def __init__(self, args):
         self.env = make_env(args)
-        parameters = inspect.signature(self.env.reset).parameters
-        kinds = [parameter.kind for parameter in parameters.values()]
-        # reset(**kwargs) of a wrapper takes a seed, too
-        self.takes_seed = "seed" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
-        if not self.takes_seed:
+        try:
+            self.inspect_env(args)
+        except BaseException:  # sys.exit() included
+            self.close()
+            raise
+        self.is_done = True  # the first turn starts an episode
+        self.acting_agent = self.make_agent("cpu")
+
+    def inspect_env(self, args):
+        """Read the spaces of the environment, and check that they fit the options."""
+        space = self.env.action_space
+        num_arms, num_grippers = SETUP_MODES[args.setup_mode]
+        is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
+        if (
+            not (is_vector and space.is_bounded())
+            or (space.low == space.high).any()
+            or len(space.low) % num_arms
+            or len(space.low) <= num_grippers
+        ):
+            expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
+            sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
+        try:
+            inspect.signature(self.env.reset).bind(seed=0)
+            self.takes_seed = True
+        except TypeError:
+            self.takes_seed = False
             print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)
         obs_shapes = {}
@@ -800,14 +831,12 @@ class Robot:
             if key not in first_obs:
                 sys.exit(f"--image-keys {key}: the environment observes {sorted(first_obs)}")
             obs_shapes[key] = to_array(key, first_obs[key]).shape
-        space = self.env.action_space
         self.set_spaces(args, obs_shapes, space.low, space.high)
-        self.is_done = True  # the first turn starts an episode
-        self.acting_agent = self.make_agent("cpu")
 
     def set_spaces(self, args, obs_shapes, low, high):
         self.args = args
-        self.obs_shapes = obs_shapes  # of what the policy sees
+        self.spaces = dict(obs_shapes=obs_shapes, low=low.tolist(), high=high.tolist())
+        self.obs_shapes = obs_shapes  # shapes of what the policy sees
         self.low = low  # bounds of the actions of the environment
         self.high = high
         self.center = (high + low) / 2
@@ -817,7 +846,7 @@ class Robot:
 
     def make_agent(self, device):
         return SACHybridAgent(
-            image_keys=[key for key, shape in self.obs_shapes.items() if len(shape) == 3],
+            image_keys=list(self.obs_shapes),
             continuous_action_dim=len(self.layout.continuous),
             grasp_action_dim=self.layout.grasp_dim,
             device=device,
@@ -838,9 +867,10 @@ class Robot:
         return as_dict(raw)
 
     def reset(self, seed, allow_intervention=False):
-        # The human may be in the environment itself or in a wrapper around it.
-        for env in (self.env, getattr(self.env, "unwrapped", self.env)):
+        env = self.env
+        while hasattr(env, "step"):  # the human may be in any wrapper
             env.allow_intervention = allow_intervention
+            env = getattr(env, "env", None)
         self.obs = select_obs(self.reset_env(seed), self.obs_shapes)
         self.is_done = False
         self.last_commands = np.ones(self.layout.num_grippers)  # open
@@ -850,15 +880,16 @@ class Robot:
     def step(self, action) -> np.ndarray:
         """Make one step of the environment.  -> its record, which has the action of the human if a
         human acted"""
-        # 1 the policy sends its action; "stay" repeats the last command of the gripper
+        # 1 the policy sends its action; instead of "stay" the gripper gets its last command again
         grippers = self.layout.gripper  # hybrid: grasp
-        held = action.copy()
-        held[grippers], _ = hold_grippers(action[grippers], self.last_commands)
-        env_action = (self.center + self.scale * held).astype(np.float32)
-        raw, reward, terminated, truncated, info = self.env.step(env_action)
+        command = action.copy()
+        command[grippers], _ = hold_grippers(action[grippers], self.last_commands)
+        command = to_array("the action", self.center + self.scale * command)  # it is finite
+        command = command.clip(self.low, self.high)  # rounding may exceed the bounds
+        raw, reward, terminated, truncated, info = self.env.step(command)
         next_obs = select_obs(as_dict(raw), self.obs_shapes)
 
-        # 2 if a human acted instead, `action` is from here on what the human did
+        # 2 if a human acted instead, `action` is from here on the action of the human
         is_human = info.get("intervene_action") is not None
         if is_human:
             human_action = torch.as_tensor(info["intervene_action"]).detach().cpu().numpy()
@@ -866,22 +897,26 @@ class Robot:
         self.last_commands, num_toggles = hold_grippers(action[grippers], self.last_commands)
         self.rewards.append(to_array("reward", reward, (1,)).item())
 
-        # 3 record what happened
+        # 3 record what happened; `action` still has "stay", because the record is for learning
         record = np.zeros((), self.record_dtype)
         record["obs"] = tuple(self.obs.values())
         record["next_obs"] = tuple(next_obs.values())
         record["actions"] = action
-        record["rewards"] = self.rewards[-1]
-        record["masks"] = not (terminated or (truncated and self.args.timeout_terminal))
-        record["dones"] = terminated or truncated
         penalty = info.get("grasp_penalty", GRASP_PENALTY * num_toggles)
-        record["grasp_penalty"] = to_array("grasp_penalty", penalty, (1,)).item()
-        record["interventions"] = is_human
-        record["takeovers"] = is_human and not self.was_human
-        record["ranks"] = rank()
-        record["success_rate"] = has_succeeded(self.rewards, terminated, info)
-        record["episodic_return"] = sum(self.rewards)
-        record["episodic_length"] = len(self.rewards)
+        numbers = dict(
+            rewards=self.rewards[-1],
+            masks=not (terminated or (truncated and self.args.timeout_terminal)),
+            dones=terminated or truncated,
+            grasp_penalty=to_array("grasp_penalty", penalty, (1,)).item(),
+            interventions=is_human,
+            takeovers=is_human and not self.was_human,
+            ranks=rank(),
+            success_rate=has_succeeded(self.rewards, terminated, info),
+            episodic_return=sum(self.rewards),
+            episodic_length=len(self.rewards),
+        )
+        for name, number in numbers.items():
+            record[name] = number
         self.was_human = is_human
         self.obs = next_obs
         self.is_done = bool(record["dones"])
@@ -905,16 +940,13 @@ class Robot:
             records.append(self.step(act(self.obs)))
         return np.stack(records)
 
-    def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
-        """Play the policy without noise, with the seeds first_seed, first_seed + 1, ...
-        -> the last record of each episode; `interventions` is 1 if a human acted in the episode"""
+    def play_policy(self, seed, weights) -> np.ndarray:
+        """Play an episode of the policy without noise.
+        -> the last record; `interventions` is 1 if a human acted in the episode"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
-        last_records = []
-        for seed in range(first_seed, first_seed + num_episodes):
-            records = self.play(self.acting_agent.act, seed)
-            records[-1]["interventions"] = records["interventions"].max()
-            last_records.append(records[-1])
-        return np.stack(last_records)
+        records = self.play(self.acting_agent.act, seed)
+        records[-1]["interventions"] = records["interventions"].max()
+        return records[-1]
 
     def close(self):
         if hasattr(self.env, "close"):
@@ -934,17 +966,18 @@ def explore(agent, obs, step, rng) -> np.ndarray:
 
 
 class ActorThread(threading.Thread):
-    """Takes environment steps with the newest published weights, and hands over their records.
+    """Takes environment steps with the newest weights, and hands their records to the learner.
 
-    After each step it waits until the learner says that it may continue: the two take turns. With
-    --utd 0 it waits only at the end of an episode, because the learner evaluates and saves there.
+    After each step the actor waits while the learner updates. Then the learner waits while the
+    actor takes its next step. With --utd 0 the actor waits only at the end of an episode, where the
+    learner evaluates and saves. The learner does not wait then: it updates until a record arrives.
     """
 
-    def __init__(self, robot, steps, published, arrivals):
+    def __init__(self, robot, steps, newest, arrivals):
         super().__init__(daemon=True)
         self.robot = robot
         self.steps = steps
-        self.published = published
+        self.newest = newest
         self.arrivals = arrivals
         self.may_continue = threading.Semaphore(0)
         self.is_stopped = False
@@ -952,7 +985,7 @@ class ActorThread(threading.Thread):
     def run(self):
         try:
             for step in self.steps:  # all actors share this iterator
-                record = self.robot.take_turn(step, self.published["weights"])
+                record = self.robot.take_turn(step, self.newest["weights"])
                 self.arrivals.put((self, record))
                 if self.robot.args.utd or record["dones"]:
                     self.may_continue.acquire()
@@ -962,20 +995,30 @@ class ActorThread(threading.Thread):
             self.arrivals.put((self, error))  # instead of a record; the learner raises it
 
     def stop(self):
+        """Wait until the thread has left the environment."""
         self.is_stopped = True
         self.may_continue.release()
-        self.join(timeout=10)  # a human who resets the robot may take longer
+        self.join(timeout=3)
+        if self.is_alive():
+            print(
+                "waiting until the robot ends its step or reset; Ctrl-C does not wait", flush=True
+            )
+            self.join()
 
 
 # --- evaluate ---
-def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, float]:
+def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals) -> dict[str, float]:
     """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
 
-    An episode in which a human acted is no success, and the other means leave it out.
+    An episode in which a human acted is no success, and the other means leave it out. A signal ends
+    the evaluation without a result.
     """
-    if num_episodes == 0:
-        return {}
-    results = robot.play_episodes(first_seed, num_episodes, agent.acting_weights())
+    weights = agent.acting_weights()
+    results = np.zeros(num_episodes, robot.record_dtype)
+    for i in range(num_episodes):
+        if signals.received:
+            return {}
+        results[i] = robot.play_policy(first_seed + i, weights)
     results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
     if num_helped:
@@ -989,15 +1032,19 @@ def evaluate_policy(agent, robot, group, first_seed, num_episodes) -> dict[str, 
     return metrics
 
 
-def keep_best(progress, agent, row):
-    """Keep the policy if no earlier one was better: by success, then by return, then by speed."""
+def select_policy(agent, robot, progress, signals) -> dict[str, float]:
+    """Evaluate the policy, and keep it if no earlier one was better: by success, then by return,
+    then by speed.  -> the metrics of the evaluation"""
+    row = evaluate_policy(agent, robot, "eval", 10_000, agent.args.eval_episodes, signals)
+    progress.is_eval_due = signals.received and not row
     if not row:
-        return
+        return {}
     score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
     # Python compares lists by the first entry that differs; the empty list is less than the others.
     if score >= progress.best_score:
         progress.best_score = score
         progress.best_agent = agent.checkpoint()
+    return row
 
 
 # --- main ---
@@ -1010,10 +1057,24 @@ class Progress:
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
     human_takeovers: int = 0
-    losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
-    window: list[dict] = field(default_factory=list)  # other statistics since that line
+    is_eval_due: bool = True  # the first evaluation follows the first episode
+    sums: dict = field(default_factory=dict)  # of each statistic since the last logged line
+    counts: dict = field(default_factory=dict)  # numbers in each sum
     best_score: list[float] = field(default_factory=list)
     best_agent: dict | None = None
+    spaces: dict = field(default_factory=dict)  # of the robot; --resume compares them
+
+    def add(self, stats):
+        for name, value in stats.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def take_means(self) -> dict[str, float]:
+        """The mean of each statistic since the last call. It is NaN if one of the numbers is."""
+        means = {name: float(value) / self.counts[name] for name, value in self.sums.items()}
+        self.sums = {}
+        self.counts = {}
+        return means
 
 
 def train(args, device, robots, signals) -> dict[str, float]:
@@ -1029,18 +1090,25 @@ def train(args, device, robots, signals) -> dict[str, float]:
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
 
-    published = {"weights": agent.acting_weights()}  # the actors read the newest entry
+    newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
-    actors = [ActorThread(robot, steps, published, arrivals) for robot in robots]
-    for actor in actors:
-        actor.start()
-
+    actors = []
     metrics = {}
-    is_eval_due = progress.global_step == 0  # evaluate after the first episode
     is_save_due = False
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
     try:
+        if progress.is_eval_due and progress.global_step > 0:  # a signal has cut it off
+            row = select_policy(agent, robots[0], progress, signals)
+            if row:
+                run.log({"global_step": progress.global_step} | row)
+        if signals.received:
+            sys.exit("stopped before the first step")
+        for robot in robots:
+            actor = ActorThread(robot, steps, newest, arrivals)
+            actor.start()
+            actors.append(actor)
+
         while progress.global_step < args.max_steps:
             # 1 receive a transition; with --utd 0 update until one arrives
             start_time = time.time()
@@ -1060,36 +1128,35 @@ def train(args, device, robots, signals) -> dict[str, float]:
             progress.human_steps += int(record["interventions"])
             progress.human_takeovers += int(record["takeovers"])
             if episode_ended:  # a human may have helped: evaluations show what the policy can do
-                progress.window.append({f"charts/{name}": float(record[name]) for name in RESULTS})
+                progress.add({f"charts/{name}": float(record[name]) for name in RESULTS})
 
-            # 2 update `utd` times, and publish the weights
+            # 2 update `utd` times, and copy the weights to the actors
             if progress.global_step > args.training_starts:
                 progress.updates_due += args.utd
                 if args.utd == 0 and episode_ended:
-                    progress.updates_due += 1  # a fast environment leaves no time for step 1
+                    progress.updates_due += 1  # in case a record was always waiting in step 1
             while progress.updates_due >= 1:
                 progress.updates_due -= 1
                 learn(agent, online_rb, demo_rb, progress)
-            published["weights"] = agent.acting_weights()
-            step_stats = {
-                "charts/intervention_rate": float(record["interventions"]),
-                "time/rollout": rollout_time,
-                "time/update": time.time() - start_time - rollout_time,
-            }
-            progress.window.append(step_stats)
+            newest["weights"] = agent.acting_weights()
+            progress.add(
+                {
+                    "charts/intervention_rate": float(record["interventions"]),
+                    "time/rollout": rollout_time,
+                    "time/update": time.time() - start_time - rollout_time,
+                }
+            )
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
             if is_last or progress.global_step % args.eval_every == 0:
-                is_eval_due = True
-            if is_eval_due and (episode_ended or is_last):
-                is_eval_due = False
-                row = evaluate_policy(agent, actor.robot, "eval", 10_000, args.eval_episodes)
-                keep_best(progress, agent, row)
+                progress.is_eval_due = True
+            if progress.is_eval_due and (episode_ended or is_last):
+                row = select_policy(agent, actor.robot, progress, signals)
 
             # 4 log
             if is_last or progress.global_step % args.log_interval == 0:
-                row |= mean_of_each(progress.losses) | mean_of_each(progress.window)
+                row |= progress.take_means()
                 row |= {
                     "charts/intervention_steps": progress.human_steps,
                     "charts/intervention_count": progress.human_takeovers,
@@ -1099,8 +1166,6 @@ def train(args, device, robots, signals) -> dict[str, float]:
                     "buffer/online_size": len(online_rb),
                     "buffer/demo_size": len(demo_rb),
                 }
-                progress.losses = []
-                progress.window = []
             if row:
                 run.log({"global_step": progress.global_step} | row)
                 metrics |= run.rows[-1]
@@ -1120,18 +1185,18 @@ def train(args, device, robots, signals) -> dict[str, float]:
             if args.utd or episode_ended:
                 actor.may_continue.release()
 
-    except (Exception, SystemExit):  # of a robot or of the learner: keep what was learned
+    except BaseException:  # an error or a second Ctrl-C: keep what was learned
         for actor in actors:
-            actor.is_stopped = True  # the robots stop before this saves
+            actor.is_stopped = True  # each robot ends its step, and takes no other one
         save_run(run, agent, progress, record_file)
         raise
     else:  # an error in here saves nothing: finish_run loads older weights, the best ones
         bar.close()
-        if progress.global_step < args.max_steps:
-            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
-        else:
-            finish_run(args, run, agent, robots[0], save_dir, progress.best_agent)
+        if progress.global_step == args.max_steps:
+            finish_run(args, run, agent, robots[0], save_dir, progress.best_agent, signals)
             metrics |= run.rows[-1]
+        if signals.received:
+            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
     finally:
         for actor in actors:
             actor.stop()
@@ -1144,6 +1209,11 @@ def main(args: Args) -> dict[str, float]:
         return create_data_or_test(args)
     if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    is_new = not Path(args.run_dir or "", "args.json").exists()
+    if is_new and args.save_dir and any(Path(args.save_dir).glob("*.pth")):
+        sys.exit(
+            f"--save-dir {args.save_dir} has models of another run; they are never overwritten"
+        )
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     signals = Signals()
@@ -1165,12 +1235,14 @@ def main(args: Args) -> dict[str, float]:
 def make_env(args: Args):
     """The built-in environment, a class in file.py:Class, or a Gymnasium id.
 
-    A class needs reset() and step(). Its constructor gets --image-keys (all names, those of vectors
-    included) and the number of action dims. action_space, render() and close() are optional. The
-    attribute `allow_intervention` is set from outside: if it is False, no human may act. step() may
-    put into its info "intervene_action", which is what a human did instead of the action,
-    "grasp_penalty", which replaces the penalty of this script, and "succeed", "success" or
-    "is_success". After a reset the grippers are open.
+    A class needs reset() and step(). Its constructor gets --image-keys, the names of images and
+    vectors, and the number of action dims. action_space, render() and close() are optional. The
+    attribute `allow_intervention` is set from outside: if it is False, no human may act. After a
+    reset the grippers are open. The info of step() may have
+
+        intervene_action                 the action of a human, which replaced the given one
+        grasp_penalty                    replaces the penalty of this script
+        succeed, success, is_success     whether the episode succeeded
     """
     num_arms, num_grippers = SETUP_MODES[args.setup_mode]
     if args.env_id == BUILT_IN:
@@ -1190,16 +1262,6 @@ def make_env(args: Args):
         if "rgb_array" in env.metadata.get("render_modes", []):
             env.close()
             env = gym.make(args.env_id, render_mode="rgb_array")
-    space = env.action_space
-    is_vector = isinstance(space, gym.spaces.Box) and space.is_bounded() and len(space.shape) == 1
-    if (
-        not is_vector
-        or (space.low == space.high).any()
-        or len(space.low) % num_arms
-        or len(space.low) <= num_grippers
-    ):
-        expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
-        sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
     return env
 
 
@@ -1358,8 +1420,8 @@ class BarWorld(gym.Env):
         return self.observe(), float(success), bool(success), bool(truncated), info
 
     def human(self):
-        """Go straight to the bar, close the gripper, lift. The clumsy human moves at half speed,
-        trembles, and sometimes gives a random command to the gripper."""
+        """Go straight to the bar, close the gripper, lift. The clumsy human moves with noise, at
+        half speed, and sometimes gives a random command to the gripper."""
         target = self.bar.copy()
         target[self.is_held, 2] = 0.8
         move = np.clip((target - self.pose) / self.STEP, -1, 1)
@@ -1367,10 +1429,10 @@ class BarWorld(gym.Env):
         grip = np.where(arrives & self.is_open, -1, 0)  # close
         grip[~self.is_open & ~self.is_held] = 1  # it closed on nothing, so it opens again
         if self.is_clumsy:
-            tremble = 0.35 if self.num_arms == 1 else 0.25
-            move = 0.5 * move + self.np_random.normal(0, tremble, move.shape)
-            slips = self.np_random.random(self.num_arms) < 0.1
-            grip[slips] = self.np_random.integers(-1, 2)
+            noise = 0.35 if self.num_arms == 1 else 0.25
+            move = 0.5 * move + self.np_random.normal(0, noise, move.shape)
+            is_mistake = self.np_random.random(self.num_arms) < 0.1
+            grip[is_mistake] = self.np_random.integers(-1, 2)
         if self.num_grippers:
             move = np.column_stack([move, grip])
         return np.clip(move, -1, 1).ravel().astype(np.float32)
@@ -1379,7 +1441,7 @@ class BarWorld(gym.Env):
 # --- task: demonstrations ---
 def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
     """Episodes in which the scripted human succeeds, or random actions fail.  -> records"""
-    if num_demos == 0:
+    if num_demos == 0:  # an environment without a scripted human
         return []
     robot = Robot(args)
 
@@ -1390,15 +1452,14 @@ def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
 
     demos = []
     num_kept = 0
-    attempt = 0
-    while num_kept < num_demos:
+    for attempt in itertools.count():
+        if num_kept == num_demos:
+            return demos
         seed = random_numbers(args.seed, "demo", attempt).integers(2**31)
         episode = robot.play(act, int(seed))
-        attempt += 1
         if episode["success_rate"][-1] == success:
             demos += list(episode)
             num_kept += 1
-    return demos
 
 
 def write_demos(path, records):
@@ -1493,8 +1554,8 @@ def read_obs(transition, name, obs_shapes):
 def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
     """Convert a transition of a file, whose action is in the units of the environment.  -> record
 
-    Masks that are missing are 1 - dones: the target does not bootstrap at any end of an episode.
-    Penalties that are missing are computed from the commands of the gripper.
+    If `masks` is missing, it is 1 - dones: the target bootstraps at no end of an episode. If
+    `grasp_penalty` is missing, it is computed from the commands of the gripper.
     """
     record = np.zeros((), robot.record_dtype)
     record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
@@ -1518,7 +1579,7 @@ def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
         try:
             transitions = read_transitions(path)
             size = len(transitions) * robot.record_dtype.itemsize
-            # A pickle can refer to one array many times, and each row becomes a copy.
+            # A small pickle can name one array in many rows, and each row becomes a copy of it.
             if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
                 raise ValueError(f"it would take {size} bytes of memory")
             if not transitions:
@@ -1546,8 +1607,8 @@ def read_records(path, record_dtype):
 
 
 def check_memory(num_bytes):
-    """Refuse buffers that would not fit. They take memory as they fill up, so it would run out in
-    the middle of the run."""
+    """Refuse buffers that would not fit. They take memory only as they fill up: without this check
+    a run would fail after many steps."""
     if hasattr(os, "sysconf"):  # not on Windows
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if num_bytes > 0.9 * memory:
@@ -1573,24 +1634,25 @@ def take_picture(robot, caption: str) -> np.ndarray:
 
 def film(robot, player: str, act, seed) -> list[np.ndarray]:
     """Play an episode.  -> its pictures"""
-    pictures = []
-
-    def act_and_film(obs):
+    robot.reset(seed)
+    pictures = [take_picture(robot, f"{player}, step 0")]
+    while not robot.is_done:
+        robot.step(act(robot.obs))
         pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
-        return act(obs)
-
-    robot.play(act_and_film, seed)
-    pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
     return pictures
 
 
-def write_video(path, robot, agent):
+def write_video(path, robot, agent, signals):
     """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
     them beside the policy."""
     from PIL import Image
 
+    if not hasattr(robot.env, "render") and not robot.acting_agent.critic.encoder.image_keys:
+        raise ValueError("the environment has no images and no render()")
     frames = []
     for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
+        if signals.received:
+            raise InterruptedError("a signal ends the run")
         clips = [film(robot, "policy", agent.act, seed)]
         if robot.args.env_id == BUILT_IN:
             human = film(robot, "human", lambda obs: robot.env.human(), seed)
@@ -1674,18 +1736,6 @@ class Run:
             self.wandb.finish()
 
 
-def mean_of_each(rows: list[dict]) -> dict[str, float]:
-    """Mean of each statistic over the rows that have it; one transfer from the device"""
-    columns = {}
-    for row in rows:
-        for name, value in row.items():
-            columns.setdefault(name, []).append(torch.as_tensor(value))
-    if not columns:
-        return {}
-    means = [torch.stack(column).float().nanmean() for column in columns.values()]
-    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
-
-
 STATUS = (
     "losses/critic_loss",
     "losses/grasp_critic_loss",
@@ -1719,18 +1769,18 @@ CURVES = {
 }
 
 
-def finish_run(args, run, agent, robot, save_dir, best_agent):
+def finish_run(args, run, agent, robot, save_dir, best_agent, signals):
     """Save the best policy, test it on new episodes, and draw the pictures."""
     if best_agent is not None:
         agent.restore(best_agent)
     write_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
-    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
+    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes, signals)
     if report:
         run.log({"global_step": args.max_steps} | report)
     run.finish(CURVES, "environment steps")
     if args.capture_video and args.report_episodes and not isinstance(robot, RemoteRobot):
         try:
-            write_video(run.dir / "policy.gif", robot, agent)
+            write_video(run.dir / "policy.gif", robot, agent, signals)
         except Exception as error:  # a renderer can raise any type
             print(f"there is no policy.gif: {error}")
 
@@ -1777,7 +1827,7 @@ def default_options(env_id) -> dict:
     return OWN_CLASS if ".py:" in env_id else GYM_ID
 
 
-# --resume cannot change these options: they shape the start of a run and its records.
+# --resume cannot change these options: they shape the start of a run, its records and networks.
 ONLY_AT_START = (
     "seed",
     "env_id",
@@ -1787,6 +1837,10 @@ ONLY_AT_START = (
     "failure_paths",
     "num_demos",
     "init_alpha",
+    "hidden_size",
+    "layer_norm",
+    "num_critics",
+    "save_dir",
 )
 
 
@@ -1830,18 +1884,24 @@ def start_run(args, agent, robot) -> tuple[Run, Progress]:
     """Open the folder of a run, or continue it. A new run writes its data to records.bin."""
     print(f"action dims: {robot.layout.continuous} continuous, {robot.layout.gripper} gripper")
     print(f"the policy sees {robot.obs_shapes}")
+    if ".py:" in args.env_id and args.utd > 0:
+        print(f"after each step the robot waits for {args.utd:g} updates; --utd 0 avoids it")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        return load_run(args, agent)
-    # The files are read before the run has a folder, because they may be unusable.
+        return load_run(args, agent, robot)
+    # The files are read first: a file that cannot be used leaves no folder behind.
     failures = read_demos(args.failure_paths, robot, "--failure-paths")
     demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
     for record in demos:
         record["demos"] = 1
     run = Run(args)
     data = b"".join(record.tobytes() for record in failures + demos)
-    (run.dir / "records.bin").write_bytes(data)
-    return run, Progress()
+    path = run.dir / "records.bin"
+    if path.exists():  # --resume of a run that ended before it saved
+        kept = path.rename(run.dir / f"records_{time.time_ns()}.bin")
+        print(f"there is no checkpoint: the run starts again; {kept} has its old transitions")
+    path.write_bytes(data)
+    return run, Progress(spaces=robot.spaces)
 
 
 def save_run(run, agent, progress, record_file):
@@ -1852,21 +1912,24 @@ def save_run(run, agent, progress, record_file):
     write_checkpoint(run.dir / "latest.pth", state)
 
 
-def load_run(args, agent) -> tuple[Run, Progress]:
-    """Restore a run as it was when latest.pth was saved. records.bin may be longer by now."""
-    # map_location is for the losses since the last logged line, which are tensors, too.
+def load_run(args, agent, robot) -> tuple[Run, Progress]:
+    """Restore a run as it was when latest.pth was saved. Later records of records.bin are dropped,
+    because the run repeats these steps."""
+    # Some sums in Progress are tensors on the device of the agent: map_location moves them there.
     path = Path(args.run_dir, "latest.pth")
     state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
+    progress = Progress(**state["progress"])
+    if progress.spaces != robot.spaces:
+        sys.exit(f"--resume: the run has {progress.spaces}, the environment has {robot.spaces}")
     agent.restore(state["agent"])
     run = Run(args, state["rows"])
-    progress = Progress(**state["progress"])
     os.truncate(run.dir / "records.bin", progress.num_bytes)
     print(f"resuming after step {progress.global_step}")
     return run, progress
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop saves and ends after the episode.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """
@@ -1884,7 +1947,11 @@ class Signals:
         self.received = True
         self.release()
         # not print(): the signal may have come in the middle of another one
-        os.write(2, b"signal received: the run saves and ends soon; a second one ends it at once\n")
+        os.write(
+            2,
+            b"signal received: the robot finishes this episode, then the run saves and ends;"
+            b" press Ctrl-C again to save and end after the current step\n",
+        )
 
     def release(self):
         for number, handler in self.previous_handlers.items():
@@ -1925,30 +1992,30 @@ def receive(num_bytes, peer, group) -> bytes:
 class RemoteRobot(Robot):
     """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
 
-    The request (step, 0) asks for the record of an environment step. The request (seed, n) asks for
-    the last records of n episodes with the seeds `seed`, `seed` + 1, ... The weights follow.
+    The request (step, 0) asks for the record of this environment step, the request (seed, 1) for
+    the last record of an episode with this seed. The weights follow.
     """
 
-    FACTS_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
+    SPACES_SIZE = 2**16  # bytes of the message with the shapes and bounds of the robot
 
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
-        facts = json.loads(receive(self.FACTS_SIZE, peer, group))
-        obs_shapes = {key: tuple(shape) for key, shape in facts["obs_shapes"].items()}
-        self.set_spaces(args, obs_shapes, np.float32(facts["low"]), np.float32(facts["high"]))
+        spaces = json.loads(receive(self.SPACES_SIZE, peer, group))
+        obs_shapes = {key: tuple(shape) for key, shape in spaces["obs_shapes"].items()}
+        self.set_spaces(args, obs_shapes, np.float32(spaces["low"]), np.float32(spaces["high"]))
 
-    def ask(self, number, num_episodes, weights) -> np.ndarray:
-        dist.send(torch.tensor([number, num_episodes]), self.peer, self.group)
+    def ask(self, number, is_episode, weights) -> np.ndarray:
+        dist.send(torch.tensor([number, is_episode]), self.peer, self.group)
         dist.send(weights, self.peer, self.group)
-        num_bytes = max(1, num_episodes) * self.record_dtype.itemsize
-        return np.frombuffer(receive(num_bytes, self.peer, self.group), self.record_dtype)
+        data = receive(self.record_dtype.itemsize, self.peer, self.group)
+        return np.frombuffer(data, self.record_dtype)[0]
 
     def take_turn(self, step, weights) -> np.ndarray:
-        return self.ask(step, 0, weights)[0]
+        return self.ask(step, 0, weights)
 
-    def play_episodes(self, first_seed, num_episodes, weights) -> np.ndarray:
-        return self.ask(first_seed, num_episodes, weights)
+    def play_policy(self, seed, weights) -> np.ndarray:
+        return self.ask(seed, 1, weights)
 
     def close(self):
         try:
@@ -1959,21 +2026,20 @@ class RemoteRobot(Robot):
 
 def serve(robot, group):
     """Send rank 0 the shapes and bounds of the robot, then answer its requests."""
-    facts = dict(obs_shapes=robot.obs_shapes, low=robot.low.tolist(), high=robot.high.tolist())
-    send(json.dumps(facts).encode().ljust(RemoteRobot.FACTS_SIZE), 0, group)
+    send(json.dumps(robot.spaces).encode().ljust(RemoteRobot.SPACES_SIZE), 0, group)
     weights = robot.acting_agent.acting_weights()
     request = torch.tensor([0, 0])
     while True:
         dist.recv(request, 0, group)
-        number, num_episodes = request.tolist()
+        number, is_episode = request.tolist()
         if number < 0:
             return
         dist.recv(weights, 0, group)
-        if num_episodes:
-            records = robot.play_episodes(number, num_episodes, weights)
+        if is_episode:
+            record = robot.play_policy(number, weights)
         else:
-            records = robot.take_turn(number, weights)
-        send(records.tobytes(), 0, group)
+            record = robot.take_turn(number, weights)
+        send(record.tobytes(), 0, group)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ OWN_TEXT = {
     },
     "parse_args": {"sac_hybrid": "defaults of the built-in task", "wsrl_warmup": "presets"},
     "show_progress": {"ppo_v2": "size and use of the buffer"},
+    "Signals": {"sac_hybrid": "a robot finishes its episode"},
     "FirstOptions": {"wsrl_warmup": "a preset"},
     "Progress": {"wsrl_warmup": "two phases, no interventions"},
     "explore": {"wsrl_warmup": "no gripper"},

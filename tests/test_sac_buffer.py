@@ -25,7 +25,8 @@ def record(start: int, end: int, actor=0):
 
 def pairs(buffer, num_rows=400, seed=0):
     """Sampled transitions as (number of the first frame, number of the second)"""
-    slots, frames = buffer.sample(num_rows, np.random.default_rng(seed))
+    ends = np.random.default_rng(seed).choice(buffer.ends(), num_rows)
+    slots, frames = buffer.read(ends)
     for view in (frames, slots["next_obs"]):
         for key in ("image", "wrist"):
             digits = view[key].reshape(num_rows, -1, 3)[:, 0].astype(int)
@@ -109,8 +110,9 @@ def test_samples_are_uniform():
     buffer = FrameBuffer(64, RECORD)
     for step in range(300):
         buffer.insert(record(3 * step, 3 * step + (1 if step % 4 else 3)))
-    _, frames = buffer.sample(60_000, np.random.default_rng(0))
-    _, counts = np.unique(frames["state"][:, 0], return_counts=True)
+    agent = agent_with(0, batch_size=60_000)
+    states = sample_batch(agent, buffer, FrameBuffer(2, RECORD))["obs"]["state"]
+    _, counts = np.unique(states[:, 0], return_counts=True)
     expected = 60_000 / len(buffer)
     assert len(counts) == len(buffer) and abs(counts - expected).max() < 6 * expected**0.5
 

@@ -79,9 +79,11 @@ def test_grippers():
     one, two = ActionLayout(7, 1), ActionLayout(14, 2)
     commands = torch.tensor([[0.95], [-0.93], [0.3], [-0.2]])  # rounded, not truncated
     assert one.grasp_index(commands).tolist() == [2, 0, 1, 1]
-    assert two.grasp_index([-1.0, 1.0]) == 2 and two.grasp_commands(5).tolist() == [0, 1]
-    assert [two.grasp_index(two.grasp_commands(i)).item() for i in range(9)] == list(range(9))
-    held, counts = np.zeros(2), []
+    assert two.grasp_index(torch.tensor([-1.0, 1.0])) == 2 and two.grasps[5].tolist() == [0, 1]
+    assert two.grasp_index(two.grasps).tolist() == list(range(9))
+    held, _ = hold_grippers(np.array([0.51, -0.2]), -np.ones(2))
+    assert held.tolist() == [1, -1]  # a weak command is a whole one
+    held, counts = np.ones(2), []
     for command in (
         [0.2, -0.3],
         [-1, -0.9],
@@ -379,7 +381,7 @@ def test_cameras_with_other_channels_are_refused():
         return agent.act({key: np.zeros(shape, np.uint8) for key, shape in shapes.items()})
 
     shapes = {"left": (8, 8, 3), "depth": (8, 8, 1)}
-    with pytest.raises(RuntimeError, match="3 channels"):
+    with pytest.raises(ValueError, match="'left': 3, 'depth': 1} channels: expected equal"):
         act(shapes)
     shapes["depth"] = (16, 16, 3)  # two sizes are no problem
     assert np.isfinite(act(shapes)).all()

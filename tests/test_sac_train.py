@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import gymnasium as gym
@@ -54,6 +55,7 @@ FLAGS = [
     if name != "capture_video"
     for word in (f"--{name}", str(value))
 ]
+NO_SIGNAL = SimpleNamespace(received=False)
 COMMAND = [sys.executable, str(ROOT / "sac_hybrid.py"), "--no-capture-video", *FLAGS]
 
 
@@ -304,8 +306,7 @@ def buffers_of(monkeypatch):
 
 def stored(buffer):
     """-> slots and first frames of all transitions, in order"""
-    ends = buffer.ends()
-    return buffer.slots[ends], buffer.read_frames(buffer.starts[ends])
+    return buffer.read(buffer.ends())
 
 
 def test_interventions_go_into_both_buffers(tmp_path, monkeypatch):
@@ -345,6 +346,33 @@ def test_stay_repeats_the_last_command(tmp_path):
     assert [action[6] for action in robot.env.seen] == [1, -1, -1, -1, 1, 1]
 
 
+def test_the_weak_command_of_a_human_is_held_as_a_whole_one(tmp_path):
+    source = OWN.replace("-0.75)", "-0.51)")  # of all dims, in step 3
+    robot = Robot(own(tmp_path, "Polite", source))
+    robot.reset(0, allow_intervention=True)
+    records = [robot.step(np.zeros(7, np.float32)) for _ in range(8)]
+    assert [action[6] for action in robot.env.seen] == [1, 1, 1, 1, -1, -1, -1, -1]
+    assert records[3]["actions"][0] == pytest.approx(-0.51)  # the motion is not rounded
+    penalties = [record["grasp_penalty"] for record in records]
+    assert penalties == pytest.approx([0, 0, 0, -0.02, 0, 0, 0, 0])
+
+
+def test_actions_are_finite_and_inside_the_bounds(tmp_path):
+    """Of these bounds, the center plus the scale is above the upper one after rounding."""
+    space = "gym.spaces.Box(np.float32([0.63] * 7), np.float32([0.83] * 7))"
+    space = f"self.dim = action_dim\n        self.action_space = {space}"
+    source = OWN.replace("self.dim = action_dim", space)
+    robot = Robot(own(tmp_path, "Polite", f"import gymnasium as gym\n{source}"))
+    assert (robot.center + robot.scale > robot.high).all()
+    robot.reset(0)
+    for sign in (1, -1):
+        robot.step(sign * np.ones(7, np.float32))
+        assert robot.env.action_space.contains(robot.env.seen[-1])
+    with pytest.raises(ValueError, match="the action is not finite"):
+        robot.step(np.full(7, np.nan, np.float32))
+    assert len(robot.env.seen) == 2
+
+
 def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
     robot = Robot(own(tmp_path, "Fines"))
     robot.reset(0)
@@ -355,15 +383,26 @@ def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
 
 def test_a_rescued_episode_is_no_success(tmp_path, capsys):
     robot = Robot(own(tmp_path, "Rescued"))
-    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4)
+    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4, NO_SIGNAL)
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/steps_to_success"] == 10
     assert "in 2 of 4 episodes" in capsys.readouterr().out
+
+
+def test_a_human_in_a_wrapper_in_the_middle_is_told():
+    """HIL-SERL's SpacemouseIntervention is below other wrappers."""
+    robot = Robot(Args())
+    human = gym.Wrapper(robot.env)
+    robot.env = gym.wrappers.TimeLimit(human, 5)
+    for allowed in (True, False):
+        robot.reset(0, allow_intervention=allowed)
+        told = [env.allow_intervention for env in (robot.env, human, human.unwrapped)]
+        assert told == [allowed] * 3
 
 
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
-        metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 3)
+        metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 3, NO_SIGNAL)
         assert bool(metrics) == counted  # no episode left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -457,7 +496,7 @@ def test_the_arm_stops_before_a_failed_learner_saves(tmp_path, monkeypatch):
 def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
     """finish_run loads the best weights; --resume continues with the last ones."""
     options = TINY | dict(run_dir=str(tmp_path / "run"))
-    monkeypatch.setattr(sac_hybrid, "keep_best", keep_first)
+    monkeypatch.setattr(sac_hybrid, "select_policy", keep_first)
     with monkeypatch.context() as patch:
         patch.setattr(sac_hybrid.Run, "finish", mock.Mock(side_effect=OSError))
         with pytest.raises(OSError):
@@ -469,9 +508,10 @@ def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
     assert sum("report/success_rate" in row for row in rows(tmp_path / "run")) == 1
 
 
-def keep_first(progress, agent, row):
-    if row and not progress.best_agent:
-        progress.best_agent = agent.checkpoint()
+def keep_first(agent, robot, progress, signals):
+    progress.is_eval_due = False
+    progress.best_agent = progress.best_agent or agent.checkpoint()
+    return {}
 
 
 def test_a_start_that_fails_closes_the_arm(tmp_path):
@@ -481,9 +521,15 @@ def test_a_start_that_fails_closes_the_arm(tmp_path):
     assert (tmp_path / "closed").exists() and not (tmp_path / "run").exists()
 
 
-def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["Polite", "Depth"])
+def test_an_environment_that_does_not_fit_is_closed(name, tmp_path):
+    with pytest.raises((SystemExit, ValueError)):
+        Robot(own(tmp_path, name, image_keys=["depth"]))
+    assert (tmp_path / "closed").exists()
+
+
+def test_a_paused_robot_does_not_fill_the_memory():
     """With --utd 0 the updates go on while no line is logged."""
-    monkeypatch.setattr(sac_hybrid, "MAX_LOSSES", 3)
     agent = Robot(Args(**TINY)).make_agent("cpu")
     progress = sac_hybrid.Progress()
     demo_rb = sac_hybrid.FrameBuffer(50, Robot(Args(**TINY)).record_dtype)
@@ -492,7 +538,19 @@ def test_a_paused_robot_does_not_fill_the_memory(tmp_path, monkeypatch):
     online_rb = sac_hybrid.FrameBuffer(2, Robot(Args(**TINY)).record_dtype)
     for _ in range(7):
         sac_hybrid.learn(agent, online_rb, demo_rb, progress)
-    assert agent.updates == 7 and len(progress.losses) == 3
+    assert agent.updates == 7 and progress.counts["losses/critic_loss"] == 7
+    assert all(value.shape == () for value in progress.sums.values())
+
+
+def test_a_loss_that_is_not_a_number_shows_in_the_mean():
+    progress = sac_hybrid.Progress()
+    for loss in (1.0, 2.0):
+        progress.add({"critic_loss": torch.tensor(loss), "rate": 0.5})
+    assert progress.take_means() == {"critic_loss": 1.5, "rate": 0.5}
+    for loss in (1.0, float("nan")):
+        progress.add({"critic_loss": torch.tensor(loss)})
+    assert np.isnan(progress.take_means()["critic_loss"])
+    assert progress.take_means() == {}
 
 
 def test_image_only_demos_of_the_manual_train(tmp_path):
@@ -647,7 +705,7 @@ def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypa
     scores = iter([(0.0, 20), (0.5, 9), (0.8, 8), (0.8, 6), (0.8, 7), (0.1, 9)])
     asked = []
 
-    def judge(agent, robot, group, first_seed, episodes):
+    def judge(agent, robot, group, first_seed, episodes, signals):
         asked.append((agent.updates, group, first_seed))
         success, length = next(scores)
         names = ("success_rate", "episodic_return", "episodic_length")
@@ -684,6 +742,12 @@ def test_the_actor_waits_for_the_learner(utd, tmp_path, monkeypatch):
     monkeypatch.setattr(Robot, "take_turn", look)
     main(Args(**TINY | dict(max_steps=40, utd=utd), run_dir=str(tmp_path / "run")))
     assert seen == [(step, int(utd * max(0, step - 20))) for step in range(40)]
+
+
+@pytest.mark.parametrize("utd", [2.0, 0.0])
+def test_the_user_is_told_that_the_arm_waits(utd, tmp_path, capsys):
+    main(own(tmp_path, "Polite", utd=utd))
+    assert ("robot waits for 2 updates; --utd 0" in capsys.readouterr().out) == (utd > 0)
 
 
 def test_a_free_running_learner_does_not_hold_up_the_arm(tmp_path, monkeypatch):
@@ -814,7 +878,8 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--seed", "7"])
     with pytest.raises(SystemExit, match="cannot change --seed from 1"):
         parse_args()
-    for option in ("--demo-paths x.pkl", "--init-alpha 1"):  # they would do nothing
+    # they would do nothing, or not fit the networks
+    for option in ("--demo-paths x.pkl", "--init-alpha 1", "--hidden-size 9", "--num-critics 3"):
         monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", *option.split()])
         with pytest.raises(SystemExit, match=f"cannot change {option.split()[0]}"):
             parse_args()
@@ -850,15 +915,15 @@ def test_resume_of_a_file_without_some_options(tmp_path, monkeypatch):
 
 
 def test_resumed_losses_are_on_the_device_of_the_agent(tmp_path):
-    """The loss of the next update is there, and both are averaged in one tensor."""
-    losses = [{"losses/critic_loss": torch.tensor(1.0)}]
-    state = dict(agent={}, rows=[], progress=dict(losses=losses, num_bytes=3))
+    """The loss of the next update is there, and is added."""
+    sums = {"losses/critic_loss": torch.tensor(1.0)}
+    state = dict(agent={}, rows=[], progress=dict(sums=sums, num_bytes=3))
     (tmp_path / "records.bin").write_bytes(b"saved, and more that is not")
     sac_hybrid.write_checkpoint(tmp_path / "latest.pth", state)
     agent = mock.Mock(raw_alpha=torch.empty((), device="meta"))  # stands for a GPU
     args = Args(run_dir=str(tmp_path), resume=True)
-    _, progress = sac_hybrid.load_run(args, agent)
-    assert progress.losses[0]["losses/critic_loss"].device.type == "meta"
+    _, progress = sac_hybrid.load_run(args, agent, SimpleNamespace(spaces={}))
+    assert progress.sums["losses/critic_loss"].device.type == "meta"
     assert (tmp_path / "records.bin").read_bytes() == b"sav"
 
 
@@ -879,7 +944,7 @@ def test_another_utd_on_resume_neither_bursts_nor_stalls(tmp_path):
     assert metrics["charts/updates"] == 125
 
 
-def test_resume_without_a_checkpoint_starts_again(tmp_path):
+def test_resume_without_a_checkpoint_starts_again(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("half a line")
@@ -889,6 +954,42 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path):
     assert rows(run) == rows(tmp_path / "whole")
     records = [(folder / "records.bin").read_bytes() for folder in (run, tmp_path / "whole")]
     assert records[0] == records[1]
+    (kept,) = run.glob("records_*.bin")  # they may be the only ones of an hour with an arm
+    assert kept.read_bytes() == b"half a record" and kept.name in capsys.readouterr().out
+
+
+class Wide:
+    """Another camera, other bounds: the images and actions of records.bin would mean something else."""
+
+    camera = "self.camera = np.zeros((8, 8, 3), np.uint8)"
+    space = "import gymnasium as gym; self.action_space = gym.spaces.Box(-2, 2, (action_dim,))"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (Wide.camera.replace("8, 8", "6, 8"), r"'image': \(8, 8, 3\).*'image': \(6, 8, 3\)"),
+        (f"{Wide.camera}; {Wide.space}", r"'high': \[1.*'high': \[2"),
+    ],
+)
+def test_resume_with_another_camera_or_other_bounds(change, words, tmp_path):
+    main(own(tmp_path, "Polite"))
+    kept = (tmp_path / "run" / "records.bin").read_bytes()
+    with pytest.raises(SystemExit, match=f"--resume: .*{words}"):
+        main(own(tmp_path, "Polite", OWN.replace(Wide.camera, change), max_steps=20, resume=True))
+    assert (tmp_path / "run" / "records.bin").read_bytes() == kept
+
+
+def test_models_of_another_run_are_never_overwritten(tmp_path):
+    options = dict(save_dir=str(tmp_path / "models"))
+    main(own(tmp_path, "Polite", **options))
+    kept = (tmp_path / "models" / "final_model.pth").read_bytes()
+    for resume in (False, True):  # --resume may start a new run
+        with pytest.raises(SystemExit, match="--save-dir .*another run"):
+            main(own(tmp_path, "Polite", **options, resume=resume, run_dir=str(tmp_path / "new")))
+    assert (tmp_path / "models" / "final_model.pth").read_bytes() == kept
+    main(own(tmp_path, "Polite", **options, max_steps=20, resume=True))
+    assert (tmp_path / "models" / "final_model.pth").read_bytes() != kept
 
 
 def test_ctrl_c_saves_and_resumes(tmp_path):
@@ -910,14 +1011,106 @@ def test_ctrl_c_saves_and_resumes(tmp_path):
         main(Args(**TINY, run_dir=str(run)))
 
 
+def signal_at(monkeypatch, owner, name, nth):
+    """Press Ctrl-C in the nth call of a function."""
+    real = getattr(owner, name)
+    calls = []
+
+    def press(*args):
+        calls.append(name)
+        if len(calls) == nth:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, press)
+
+
 def test_ctrl_c_ends_a_free_running_learner(tmp_path, monkeypatch):
     """An actor that does not wait for the learner starts no other episode after a signal."""
-    monkeypatch.setattr(sac_hybrid.Signals, "received", True, raising=False)
-    monkeypatch.setattr(sac_hybrid.Signals, "__init__", lambda self: None)
-    monkeypatch.setattr(sac_hybrid.Signals, "release", lambda self: None)
+    signal_at(monkeypatch, sac_hybrid, "store", 3)
     main(own(tmp_path, "Polite", max_steps=400, utd=0.0))
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] == 10 and not acting()
+
+
+@pytest.mark.parametrize("nth", [2, 4, 6])  # of 2 episodes each: the first, the second evaluation
+def test_a_signal_cuts_an_evaluation_which_resume_repeats(nth, tmp_path, monkeypatch, capsys):
+    options = TINY | dict(eval_episodes=2, eval_every=60, report_episodes=2)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        signal_at(patch, Robot, "play_policy", nth)
+        played = []
+        play_policy = Robot.play_policy
+        patch.setattr(Robot, "play_policy", lambda *args: played.append(1) or play_policy(*args))
+        main(Args(**options, run_dir=str(run)))
+    assert len(played) == nth and "stopped and saved" in capsys.readouterr().out
+    main(Args(**options, run_dir=str(run), resume=True))
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    evaluated = [
+        [row for row in rows(folder) if "eval/success_rate" in row]
+        for folder in (run, tmp_path / "whole")
+    ]
+    keys = ["global_step", *(f"eval/{name}" for name in sac_hybrid.RESULTS)]
+    one, two = [[[row[key] for key in keys] for row in found] for found in evaluated]
+    assert one == two and len(one) == 2
+    assert rows(run)[-1] == rows(tmp_path / "whole")[-1]
+
+
+def test_a_signal_before_the_first_step_moves_no_robot(tmp_path, monkeypatch):
+    signal_at(monkeypatch, sac_hybrid, "read_demos", 1)
+    with pytest.raises(SystemExit, match="before the first step"):
+        main(own(tmp_path, "Once", max_steps=40))
+    assert (tmp_path / "closed").exists() and not acting()
+    assert main(own(tmp_path, "Polite", max_steps=10, resume=True))["buffer/online_size"] == 10
+
+
+def test_a_second_ctrl_c_saves_and_closes_the_arm(tmp_path):
+    """The episode has no end, and a step takes a second."""
+    source = (
+        OWN.replace("assert not self.closed", "time.sleep(1)")
+        .replace("import torch", "import time\nimport torch")
+        .replace("self.t == 10", "False")
+    )
+    args = own(tmp_path, "Polite", source)
+    flags = f"--env-id {args.env_id} --max-steps 99 --hidden-size 16 --run-dir run --device cpu"
+    command = [sys.executable, str(ROOT / "sac_hybrid.py"), *flags.split()]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    while not (tmp_path / "run" / "records.bin").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(3.5)
+    process.send_signal(signal.SIGINT)
+    message = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
+    assert "finishes this episode" in message
+    saved = torch.load(tmp_path / "run" / "latest.pth")
+    assert saved["progress"]["global_step"] >= 1 and (tmp_path / "closed").exists()
+
+
+def test_close_waits_until_the_thread_has_left_the_environment(tmp_path, monkeypatch):
+    """A human resets the arm for longer than the first wait when the learner fails."""
+    source = OWN.replace("assert not self.closed", "self.go()").replace(
+        "import torch", "import time\nimport torch"
+    )
+    source = source.replace(
+        "    def close(self):",
+        """    def go(self):
+        time.sleep(2)
+        Path(__file__).with_name("closed_inside" if self.closed else "moved").touch()
+
+    def close(self):""",
+    )
+    join = threading.Thread.join
+    monkeypatch.setattr(
+        ActorThread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10)
+    )
+    monkeypatch.setattr(sac_hybrid, "store", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        main(own(tmp_path, "Polite", source, max_steps=40, utd=0.0))
+    assert not acting() and (tmp_path / "moved").exists()
+    assert not (tmp_path / "closed_inside").exists()
 
 
 # --- ranks ---
@@ -1046,9 +1239,49 @@ def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
 
 @pytest.mark.parametrize("name", ["Blind", "NoDisplay"])
 def test_no_pictures_where_there_is_nothing_to_see(name, tmp_path, capsys):
-    main(own(tmp_path, name, report_episodes=1))
-    assert "there is no policy.gif" in capsys.readouterr().out
+    reason = {"Blind": "the environment has no images and no render()", "NoDisplay": "no display"}
+    with mock.patch.object(sac_hybrid, "film", side_effect=sac_hybrid.film) as film:
+        main(own(tmp_path, name, report_episodes=1))
+    assert f"there is no policy.gif: {reason[name]}" in capsys.readouterr().out
+    assert film.called == (name == "NoDisplay")  # the arm does not move for nothing
     assert not (tmp_path / "run" / "policy.gif").exists()
+
+
+def test_the_page_plays_a_model_as_the_script_does(tmp_path, monkeypatch):
+    """Units of the environment, and "stay" repeats the last command."""
+    space = "gym.spaces.Box(np.float32([-2] * 7), np.float32([4] * 7))"
+    source = OWN.replace("self.dim =", f"self.action_space = {space}\n        self.dim =")
+    args = own(tmp_path, "Polite", f"import gymnasium as gym\n{source}\n\nMyEnv = Polite\n")
+    main(args)
+    robot = Robot(args)
+    agent = robot.make_agent("cpu")
+    agent.load(tmp_path / "run" / "final_model.pth")
+    commands = iter([0, 1, 0, 2, 1, 1, 0, 1, 2, 1] * 2)
+    choose = {}  # of the gripper: close, stay, ...
+
+    def act(agent, obs, noise=0.0):
+        step = int(obs["proprio"][0])
+        action = real_act(agent, obs, noise)
+        action[6] = choose.setdefault(step, next(commands) - 1)
+        return action
+
+    real_act = sac_hybrid.SACHybridAgent.act
+    monkeypatch.setattr(sac_hybrid.SACHybridAgent, "act", act)
+    robot.play(agent.act, seed=0)
+    page = (ROOT / "docs" / "sac_hybrid.md").read_text(encoding="utf-8")
+    block = re.search(r"```python\n(import numpy as np\nfrom my_env.*?)```", page, re.S)[1]
+    block = block.replace("runs/X", str(tmp_path / "run")).replace("my_env", "own")
+    block = block.replace(
+        "low, high = -1.0, 1.0", "low, high = env.action_space.low, env.action_space.high"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    names = {}
+    exec(block, names)
+    assert len(robot.env.seen) == 10
+    for one, two in zip(names["env"].seen, robot.env.seen, strict=True):
+        assert one == pytest.approx(two, abs=1e-6)
+    assert {float(action[6]) for action in robot.env.seen} == {-2, 4}
 
 
 # --- the command line ---
@@ -1120,7 +1353,7 @@ def test_an_environment_from_a_file_is_not_moved_without_a_human(monkeypatch, ca
         monkeypatch.setattr(sys, "argv", ["x", "--env-id", "arm.py:Arm", *words])
         args = parse_args()
         assert (args.eval_episodes, args.report_episodes, args.random_steps) == expected
-        assert args.training_starts == 100
+        assert args.training_starts == 100 and args.save_every == 500
         assert "'eval_episodes': 0" in capsys.readouterr().out
 
 
