@@ -548,11 +548,10 @@ class WarmupAgent(nn.Module):
             actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
             actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
 
-            # warm-up: cloning; the mean over the cloned rows, however few the batch has
+            # warm-up: cloning; the weighted mean over the cloned rows, however few the batch has
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
-            bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
-            bc_loss = bc_loss / num_cloned_rows
+            clone_weights = batch["actor_weights"] * batch["is_cloned"]
+            bc_loss = (clone_weights * distance).sum() / clone_weights.sum().clamp(min=1e-8)
             if method == "bc":  # replaces the losses of SAC, that of the temperature, too
                 actor_losses = {"actor_loss": bc_loss}
             elif args.bc_weight:

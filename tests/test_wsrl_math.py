@@ -224,13 +224,13 @@ def test_cloning_regresses_the_actions_and_the_critics_learn_beside_it():
 
 
 def test_only_marked_rows_are_cloned():
-    """By both options, weighted like the rest of the actor's loss. A batch without them has no loss."""
+    """By both options, as a weighted mean of these rows. A batch without them has no loss."""
     marked, weights = torch.arange(N) >= 6, torch.linspace(0.5, 1.5, N)
     batch = make_batch() | {"is_cloned": marked, "actor_weights": weights}
     agent = make_agent(bc_weight=2.0)
     mean, _ = agent.policy(batch["obs"])
     distance = (mean.tanh() - batch["actions"]).square().sum(-1)
-    error = (weights * distance)[6:].mean().item()
+    error = (weights * distance)[6:].sum().item() / weights[6:].sum().item()
     cloner = make_agent()
     assert cloner.update(batch, method="bc")["actor_loss"].item() == pytest.approx(error, rel=1e-5)
     assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error, rel=1e-5)
@@ -240,6 +240,19 @@ def test_only_marked_rows_are_cloned():
     batch["is_cloned"] = torch.zeros(N)
     assert cloner.update(batch, method="bc")["actor_loss"] == 0
     assert same(cloner.actor.state_dict(), before)
+
+
+def test_heavier_rows_are_not_cloned_more_where_they_are_rare():
+    """All weights have a mean of 1 in a batch: that of a demonstration rises if there are few."""
+    losses = []
+    for num_demos in (1, 4):
+        is_demo = (torch.arange(N) < num_demos).float()
+        batch = make_batch() | {"is_cloned": is_demo}
+        for name in ("obs", "actions"):
+            batch[name] = batch[name][:1].expand(N, -1)  # the same distance in every row
+        batch["actor_weights"] = normalize_weights(1 + 4 * is_demo)
+        losses.append(make_agent().update(batch, method="bc")["actor_loss"].item())
+    assert losses[0] == pytest.approx(losses[1])
 
 
 def test_cloning_judges_the_mean_action():
