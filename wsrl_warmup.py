@@ -1301,8 +1301,8 @@ def obs_statistics(space, obs):
         # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
         # make all other states huge, so the bounds limit the spread from below. They should be
         # those of real observations: with +-1000 the spread is 300 or more.
-        mean = obs.mean(0)
-        std = np.maximum(obs.std(0), 0.3 * half_range)
+        mean = obs.mean(0, dtype=np.float64)  # sums of a million float32 rows would be wrong
+        std = np.maximum(obs.std(0, dtype=np.float64), 0.3 * half_range)
     return mean, np.where(std < 1e-6, 1.0, std)
 
 

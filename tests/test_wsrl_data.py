@@ -221,6 +221,13 @@ def test_a_constant_observation_has_a_spread_of_one():
     assert mean.tolist() == [0, 1] and std.tolist() == [2, 1]
 
 
+def test_statistics_of_many_rows_are_summed_in_float64():
+    space = gym.spaces.Box(-np.inf, np.inf, (2,))
+    obs = np.tile(np.float32([[1000, 0], [1001, 3]]), (500_000, 1))
+    mean, std = obs_statistics(space, obs)
+    assert mean == pytest.approx([1000.5, 1.5]) and std == pytest.approx([0.5, 1.5])
+
+
 @pytest.mark.parametrize(
     "space",
     [
