@@ -1484,7 +1484,7 @@ def read_source(path, env) -> np.ndarray:
 def split_episodes(rows) -> list[np.ndarray]:
     """Split where an episode ended, and where a row does not continue the row before it. The next
     observation of that row may differ by rounding: by a thousandth of the spread of the data."""
-    ends = rows["dones"] > 0
+    ends = (rows["dones"] > 0) | (rows["masks"] == 0)
     spread = rows["obs"].std(0)
     continues = np.isclose(rows["next_obs"][:-1], rows["obs"][1:], rtol=1e-5, atol=1e-3 * spread)
     ends[:-1] |= ~continues.all(1)

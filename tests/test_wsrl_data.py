@@ -388,6 +388,9 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert len(split_episodes(whole)) == 1
     ended, *_ = load(save(tmp_path / "c.npz", walk(6, dones=np.isin(np.arange(6), [1, 3]))))
     assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
+    masks = 1.0 - np.isin(np.arange(6), [1, 3])  # the file has dones, but not at a termination
+    ended, *_ = load(save(tmp_path / "d.npz", walk(6, masks=masks)))
+    assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
 
 
 def test_a_next_observation_may_differ_by_rounding(tmp_path):
