@@ -101,7 +101,6 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # of 2,000 online steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
 PRESETS = {  # what differs from the defaults
     "design": {},
@@ -456,8 +455,8 @@ class WarmupAgent(nn.Module):
     actor_weights              (N,)   in the loss of the actor, with a mean of 1
     is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
 
-    `update` gets rewards and returns times reward_scale, see sample_mixed. `judge` gets rows of a
-    buffer and scales the rewards itself.
+    `update` gets rewards and returns times reward_scale (sample_mixed). `row_errors` gets rewards as
+    they are in the buffer, and scales them itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -536,26 +535,27 @@ class WarmupAgent(nn.Module):
         # 2 actor and temperature
         actor_losses = {}
         if train_actor:
-            alpha = self.alpha()
             self.actor.train()  # warm-up: overfitting; dropout is active only here
             mean, std = self.policy(features)
             self.actor.eval()
-            actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
-            objective = self.critic(features, actions).mean(0) - alpha.detach() * logprobs
-            entropy = -logprobs.detach().mean()
-            # warm-up: weights
-            actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
-            actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
-
             # warm-up: cloning; the weighted mean over the cloned rows, however few the batch has
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
             clone_weights = batch["actor_weights"] * batch["is_cloned"]
             bc_loss = (clone_weights * distance).sum() / clone_weights.sum().clamp(min=1e-8)
-            if method == "bc":  # replaces the losses of SAC, that of the temperature, too
-                actor_losses = {"actor_loss": bc_loss}
-            elif args.bc_weight:
-                actor_losses["bc_loss"] = args.bc_weight * bc_loss
+
+            if method == "bc":  # warm-up: cloning; neither std nor temperature is trained
+                actor_losses["actor_loss"] = bc_loss
+            else:
+                alpha = self.alpha()
+                actions, logprobs = tanh_normal(mean, std, self.noise(mean))
+                # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
+                objective = self.critic(features, actions).mean(0) - alpha.detach() * logprobs
+                entropy = -logprobs.detach().mean()
+                # warm-up: weights
+                actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
+                actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
+                if args.bc_weight:  # warm-up: cloning
+                    actor_losses["bc_loss"] = args.bc_weight * bc_loss
 
             self.skipped_steps += gradient_step(sum(actor_losses.values()), self.actor_optimizer)
 
@@ -591,28 +591,34 @@ class WarmupAgent(nn.Module):
         return conservative_gap(action_q, log_densities, q_values).mean()
 
     @torch.no_grad()
-    def judge(self, batch) -> dict:
-        """Errors on rows of a buffer. Nothing is trained, and nothing is random.
+    def row_errors(self, columns) -> dict:
+        """Errors on rows of a buffer, given as tensors. Nothing is trained, and nothing is random.
 
-        td_errors       (E,N)  for the mean action in the next state
+        td_errors       (E,N)  the next action is the mean action
         targets         (N,)
         clone_errors    (N,)   squared distance between the mean action and the action of the row
         """
-        features = self.normalizer(batch["obs"])
-        next_features = self.normalizer(batch["next_obs"])
-        next_mean, _ = self.policy(next_features)
-        next_q = self.critic_target(next_features, next_mean.tanh())
-        # The minimum is over as many critics as in training, here always the first ones.
-        next_value = next_q[: self.args.num_sampled_critics].min(0).values
-        rewards = self.args.reward_scale * batch["rewards"]
-        targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
-        q_values = self.critic(features, batch["actions"])
-        mean, _ = self.policy(features)
-        return {
-            "td_errors": q_values - targets,
-            "targets": targets,
-            "clone_errors": (mean.tanh() - batch["actions"]).square().sum(1),
-        }
+        parts = []
+        for start in range(0, len(columns["rewards"]), 4096):  # all rows may not fit into memory
+            batch = {}
+            for name, column in columns.items():
+                batch[name] = column[start : start + 4096].to(self.raw_alpha.device)
+            features = self.normalizer(batch["obs"])
+            next_features = self.normalizer(batch["next_obs"])
+            mean, _ = self.policy(features)
+            next_mean, _ = self.policy(next_features)
+            next_q = self.critic_target(next_features, next_mean.tanh())
+            # The minimum is over as many critics as in training, here always the first ones.
+            next_value = next_q[: self.args.num_sampled_critics].min(0).values
+            rewards = self.args.reward_scale * batch["rewards"]
+            targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
+            errors = {
+                "td_errors": self.critic(features, batch["actions"]) - targets,
+                "targets": targets,
+                "clone_errors": (mean.tanh() - batch["actions"]).square().sum(1),
+            }
+            parts.append(errors)
+        return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in errors}
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
@@ -642,50 +648,44 @@ class WarmupAgent(nn.Module):
         self.updates = checkpoint["updates"]
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, device, args):
-        """The agent of a checkpoint, which goes on with these options"""
+    def load(cls, checkpoint, device="cpu", args=None):
+        """The agent of final_model.pth, given as a path or as a loaded dict. It goes on with the
+        options `args`, or with those of the file."""
+        if not isinstance(checkpoint, dict):
+            checkpoint = read_checkpoint(checkpoint)
         mean = checkpoint["model"]["normalizer.mean"]
         std = checkpoint["model"]["normalizer.std"]
+        args = args or Args(**checkpoint["args"])
         agent = cls(mean, std, checkpoint["action_dim"], device, args)
         agent.restore(checkpoint)
         return agent
-
-    @classmethod
-    def load(cls, path, device="cpu"):
-        """The agent of final_model.pth. Sizes and options come from the file."""
-        checkpoint = read_checkpoint(path)
-        return cls.from_checkpoint(checkpoint, device, Args(**checkpoint["args"]))
 
 
 # --- row weights ---
 def rate_episodes(args, episodes: dict[str, list]):
     """Fill the columns that a data file lacks, which are NaN. `episodes` has a list per source."""
-    every_episode = sum(episodes.values(), [])
-    if not every_episode:
+    pairs = [(source, episode) for source, many in episodes.items() for episode in many]
+    if not pairs:
         return
     source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
-    returns = [episode["rewards"].sum() for episode in every_episode]
+    returns = [episode["rewards"].sum() for _, episode in pairs]
     return_range = (min(returns), max(returns))
-    max_length = max(map(len, every_episode))
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            quality = compute_data_quality(episode, return_range, max_length)
-            # A file has no info of the environment, which says at evaluations what success is.
-            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-            bonus = args.success_weight_bonus if success else 1.0
-            # warm-up: weights; a quality of 0.5 is neutral
-            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
-            fill_in(episode, "quality", quality)
-            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
+    max_length = max(len(episode) for _, episode in pairs)
+    for source, episode in pairs:
+        quality = compute_data_quality(episode, return_range, max_length)
+        # A file has no info of the environment, which says at evaluations what success is.
+        success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+        bonus = args.success_weight_bonus if success else 1.0
+        # warm-up: weights; a quality of 0.5 is neutral
+        fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
+        fill_in(episode, "quality", quality)
+        fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
     # warm-up: cloning; it imitates the demonstrations, or else the quarter of the rows with the
     # best quality, and rows that are as good as the last of them.
-    limit = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            if "demos" in episodes:
-                fill_in(episode, "is_cloned", source == "demos")
-            else:
-                fill_in(episode, "is_cloned", episode["quality"] >= limit)
+    limit = np.quantile(np.concatenate([episode["quality"] for _, episode in pairs]), 0.75)
+    for source, episode in pairs:
+        is_cloned = source == "demos" if "demos" in episodes else episode["quality"] >= limit
+        fill_in(episode, "is_cloned", is_cloned)
 
 
 def fill_in(episode, column, values):
@@ -783,17 +783,7 @@ def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
         return rows["rewards"]
     if retention_by == "quality":
         return rows["quality"]
-    return judge_in_parts(agent, to_tensors(rows, "cpu"))["td_errors"].mean(0).abs().numpy()
-
-
-def judge_in_parts(agent, columns) -> dict:
-    """agent.judge of many rows, 4096 at a time"""
-    device = agent.raw_alpha.device
-    parts = []
-    for start in range(0, len(columns["rewards"]), 4096):
-        batch = {name: x[start : start + 4096].to(device) for name, x in columns.items()}
-        parts.append(agent.judge(batch))
-    return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in parts[0]}
+    return agent.row_errors(to_tensors(rows, "cpu"))["td_errors"].mean(0).abs().numpy()
 
 
 def filter_offline_data(  # warm-up: replay
@@ -863,30 +853,24 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     return batch, offline_slots, online_slots
 
 
-def learn(
-    agent,
-    offline_rb,
-    online_rb,
-    progress,
-    offline_ratio,
-    beta,
-    obs_noise=0.0,
-    train_actor=True,
-    method="sac",
-):
-    """Make one update, and give the drawn rows new priorities."""
+def learn(state, offline_ratio, obs_noise=0.0, train_actor=True, method="sac"):
+    """Draw a batch, make one update, and give the drawn rows new priorities."""
+    args = state.agent.args
+    progress = state.progress
+    # The importance weights reach their full strength in the last step of the run.
+    warmup_steps = progress.warmup_updates if progress.is_online else args.warmup_steps
+    beta = priority_beta_schedule(progress.global_step / (warmup_steps + args.online_steps))
     batch, offline_slots, online_slots = sample_mixed(
-        agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
+        state.agent, state.offline_rb, state.online_rb, offline_ratio, beta, obs_noise
     )
-    stats = agent.update(batch, train_actor, method)
+    stats = state.agent.update(batch, train_actor, method)
     td_errors = stats.pop("td_errors")  # (N,)
-    if agent.args.use_prioritized_replay:  # warm-up: replay
+    if args.use_prioritized_replay:  # warm-up: replay
         td_errors = td_errors.cpu().numpy()
-        offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
-        online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
+        state.offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
+        state.online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
     progress.losses.append({f"losses/{name}": value for name, value in stats.items()})
-    offline_share = len(offline_slots) / agent.args.batch_size
-    progress.window.append({"buffer/offline_frac": offline_share})
+    progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
 
 
 # --- rollout ---
@@ -972,12 +956,12 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
     the squared TD error of the critics over the variance of their targets, because the TD error
     alone is smallest while all values are near 0. It shows critics that fit the held-out rows worse
     than before. It does not show values that are too high everywhere: both parts grow with them."""
-    judged = judge_in_parts(agent, progress.heldout)
+    errors = agent.row_errors(progress.heldout)
     if agent.args.offline_objective == "bc":
         is_cloned = progress.heldout["is_cloned"]
-        error = (judged["clone_errors"] * is_cloned).sum() / is_cloned.sum()
+        error = (errors["clone_errors"] * is_cloned).sum() / is_cloned.sum()
     else:
-        error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
+        error = errors["td_errors"].square().mean() / errors["targets"].var().clamp(min=1e-8)
     progress.checks_since_best += 1
     if error < progress.best_error:
         progress.best_error = error.item()
@@ -1008,20 +992,30 @@ class Progress:
         return self.warmup_updates + self.env_steps
 
 
+@dataclass
+class State:
+    """What a run consists of"""
+
+    run: "Run"
+    agent: WarmupAgent
+    offline_rb: PrioritizedReplayBuffer
+    online_rb: PrioritizedReplayBuffer
+    progress: Progress
+
+
 def main(args: Args) -> dict[str, float]:
     if args.make_data:
         return make_data(args)
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     env = make_gym_env(args.env_id)
-    # load_run continues a run at its checkpoint. start_run begins a new one: with an untrained
-    # agent, or with --learner where the first command ended, so that the first loop is skipped.
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        run, agent, offline_rb, online_rb, progress = load_run(args, env, device)
+        state = load_run(args, env, device)
     else:
-        run, agent, offline_rb, online_rb, progress = start_run(args, env, device)
+        state = start_run(args, env, device)
+    agent = state.agent
+    progress = state.progress
     signals = Signals()
-    is_stopped = False
     last_env_step = 0 if args.ends_after_warmup() else args.online_steps
     bar = tqdm(
         total=args.warmup_steps + last_env_step,
@@ -1030,22 +1024,12 @@ def main(args: Args) -> dict[str, float]:
         file=sys.stdout,
     )
 
-    # Offline: the warm-up updates the agent on offline rows.
-    total_steps = args.warmup_steps + args.online_steps
+    # Offline: the warm-up updates the agent on offline rows. With --learner it is already over.
     check_every = max(1, args.warmup_steps // 20)
-    while not progress.is_online and not is_stopped:
+    while not progress.is_online:
         # 1 update
         progress.warmup_updates += 1
-        learn(
-            agent,
-            offline_rb,
-            online_rb,
-            progress,
-            method=args.offline_objective,
-            offline_ratio=1.0,
-            beta=priority_beta_schedule(progress.warmup_updates / total_steps),
-            obs_noise=args.obs_noise,
-        )
+        learn(state, offline_ratio=1.0, obs_noise=args.obs_noise, method=args.offline_objective)
 
         # 2 end the warm-up after its last step, or early
         row = {}
@@ -1056,7 +1040,7 @@ def main(args: Args) -> dict[str, float]:
                 tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
                 is_last = True
         if is_last:
-            offline_rb = end_warmup(agent, offline_rb, progress)
+            end_warmup(state)
 
         # 3 evaluate
         if is_last or progress.warmup_updates % args.eval_every == 0:
@@ -1066,50 +1050,43 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 log
         if row or progress.global_step % args.log_interval == 0:
-            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+            log_line(state, row, bar)
         bar.update()
 
         # 5 save
         if is_last or progress.global_step % args.save_every == 0 or signals.received:
-            save_run(run, agent, offline_rb, online_rb, progress)
-            is_stopped = signals.received
+            save_run(state)
+        if signals.received:
+            break
 
     if progress.is_online and args.ends_after_warmup():
-        hand_over(agent, offline_rb, env)
-        is_stopped = False  # there is nothing left to do
-    if progress.env_steps == 0 < last_env_step and args.capture_video and not is_stopped:
-        write_video(run.dir / "policy_before.gif", agent, env)
+        hand_over(agent, state.offline_rb, env)
+    is_before_online = progress.is_online and progress.env_steps == 0 and last_env_step > 0
+    if is_before_online and args.capture_video:
+        write_video(state.run.dir / "policy_before.gif", agent, env)
 
     # Online: the environment is stepped, and batches have rows of both buffers.
-    total_steps = progress.warmup_updates + args.online_steps  # fewer after an early stop
-    bar.total = progress.warmup_updates + last_env_step
+    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
     obs = None  # between two episodes
     is_eval_due = False
     is_save_due = False
-    while progress.env_steps < last_env_step and not is_stopped:
+    while progress.is_online and progress.env_steps < last_env_step:
         # 1 step the environment
         env_step = progress.env_steps + 1
         try:
             transition, obs, episode = take_step(agent, env, obs, env_step)
         except BaseException:
-            save_run(run, agent, offline_rb, online_rb, progress)  # keep what was learned
+            save_run(state)  # keep what was learned
             raise
         progress.env_steps = env_step
-        online_rb.extend(transition)
+        state.online_rb.extend(transition)
         progress.window.append(episode)
 
-        # 2 update, after the first warmup_rollout_steps
-        num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
-        for i in range(num_updates):  # SAC, whatever the objective of the warm-up was
-            learn(
-                agent,
-                offline_rb,
-                online_rb,
-                progress,
-                train_actor=i == num_updates - 1,
-                offline_ratio=offline_ratio_at(args, env_step),
-                beta=priority_beta_schedule(progress.global_step / total_steps),
-            )
+        # 2 update by SAC, whatever the objective of the warm-up was
+        if env_step > args.warmup_rollout_steps:
+            offline_ratio = offline_ratio_at(args, env_step)
+            for i in range(args.utd_ratio):
+                learn(state, offline_ratio, train_actor=i == args.utd_ratio - 1)
 
         # 3 evaluate between two episodes, and after the last step
         row = {}
@@ -1122,51 +1099,57 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 log
         if row or progress.global_step % args.log_interval == 0:
-            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+            log_line(state, row, bar)
         bar.update()
 
         # 5 save between two episodes, and after the last step
         is_save_due = is_save_due or progress.global_step % args.save_every == 0
         if is_last or (episode_ended and (is_save_due or signals.received)):
             is_save_due = False
-            save_run(run, agent, offline_rb, online_rb, progress)
-            is_stopped = signals.received and not is_last
+            save_run(state)
+            if signals.received:
+                break
 
     bar.close()
     signals.release()
-    if is_stopped:
-        print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+    if progress.is_online and progress.env_steps >= last_env_step:
+        finish_run(state, env)
     else:
-        finish_run(args, run, agent, env)
+        print(f"stopped and saved; continue with --resume --run-dir {state.run.dir}")
     env.close()
-    return run.rows[-1]
+    return state.run.rows[-1]
 
 
-def end_warmup(agent, offline_rb, progress):
-    """Take the best weights that were checked, and keep some of the rows.  -> offline buffer"""
-    args = agent.args
+def end_warmup(state):
+    """Take the best weights that were checked, and keep a share of the offline rows."""
+    args = state.agent.args
+    progress = state.progress
     progress.is_online = True
     if progress.best_agent:
         # The number of updates goes on, because it seeds the draws and the noise.
-        agent.restore(progress.best_agent | {"updates": agent.updates})
+        state.agent.restore(progress.best_agent | {"updates": state.agent.updates})
         progress.best_agent = None
-    return filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+    state.offline_rb = filter_offline_data(
+        state.offline_rb, args.retention_ratio, args.retention_by, state.agent
+    )
 
 
-def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
+def log_line(state, row, bar):
     """Log `row` and the means since the last line. Show the newest numbers."""
-    num_skipped = agent.skipped_steps.item()
+    run = state.run
+    progress = state.progress
+    num_skipped = state.agent.skipped_steps.item()
     if num_skipped - progress.newest["losses/skipped_steps"] > len(progress.losses) / 2:
         tqdm.write("warning: gradients are not finite, most updates are skipped: check the data")
     steps_done = progress.global_step - run.rows[0]["global_step"]  # --learner begins above 0
     row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
     row |= {
         "charts/env_steps": progress.env_steps,
-        "charts/updates": agent.updates,
+        "charts/updates": state.agent.updates,
         "charts/SPS": steps_done / (time.time() - run.start_time),
         "losses/skipped_steps": num_skipped,
-        "buffer/online_size": len(online_rb),
-        "buffer/offline_size": len(offline_rb),
+        "buffer/online_size": len(state.online_rb),
+        "buffer/offline_size": len(state.offline_rb),
     }
     progress.losses = []
     progress.window = []
@@ -1221,11 +1204,13 @@ def show_status(bar, metrics: dict):
         print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
 
 
-def finish_run(args, run, agent, env):
+def finish_run(state, env):
     """Save the policy, and show it."""
-    write_checkpoint(run.dir / "final_model.pth", agent.checkpoint())
+    run = state.run
+    args = state.agent.args
+    write_checkpoint(run.dir / "final_model.pth", state.agent.checkpoint())
     if args.capture_video:
-        write_video(run.dir / "policy.gif", agent, env)
+        write_video(run.dir / "policy.gif", state.agent, env)
     panels = {
         "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
         "offline share of a batch": ["buffer/offline_frac"],
@@ -1693,7 +1678,7 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
         options |= PENDULUM
     options |= PRESETS[preset]
     if env_id == BUILT_IN and preset == "wsrl":
-        options |= PENDULUM_WSRL
+        options["warmup_rollout_steps"] = 500  # of 2,000 online steps
     return options
 
 
@@ -1751,34 +1736,33 @@ def write_checkpoint(path: Path, state: dict):
     os.replace(f"{path}.tmp", path)
 
 
-def start_run(args, env, device):
-    """Begin with new networks, or with --learner, where the first command ended.
-    -> Run, agent, offline buffer, online buffer, Progress"""
+def start_run(args, env, device) -> State:
+    """Begin with new networks, or with --learner where the first command ended."""
     check_paths(args)
     rows, heldout_rows, data_returns = load_offline_data(args, env)
-    progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     offline_rb = make_buffer(args, len(rows), env)
     offline_rb.extend(rows)
     online_rb = make_buffer(args, args.buffer_size, env)
+    progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     if args.learner:
-        agent = WarmupAgent.from_checkpoint(read_checkpoint(args.checkpoint_path), device, args)
+        agent = WarmupAgent.load(args.checkpoint_path, device, args)
         progress.warmup_updates = agent.updates
         progress.is_online = True
     else:
         mean, std = obs_statistics(env.observation_space, rows["obs"])
         agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
-        if args.warmup_steps == 0:
-            offline_rb = end_warmup(agent, offline_rb, progress)
 
     # The folder is made here, so a file that cannot be used leaves nothing behind.
     if args.exp_name and not args.run_dir:
         name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
         args = replace(args, run_dir=f"runs/{name}")
-    run = Run(args)
+    state = State(Run(args), agent, offline_rb, online_rb, progress)
+    if args.warmup_steps == 0 and not args.learner:
+        end_warmup(state)
     first_row = {"global_step": progress.global_step, "charts/env_steps": 0}
-    run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
-    progress.newest = run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
-    return run, agent, offline_rb, online_rb, progress
+    state.run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
+    progress.newest = state.run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
+    return state
 
 
 def hand_over(agent, offline_rb, env):
@@ -1791,16 +1775,16 @@ def hand_over(agent, offline_rb, env):
         write_checkpoint(path, agent.checkpoint())
 
 
-def save_run(run, agent, offline_rb, online_rb, progress):
+def save_run(state):
     """What --resume needs"""
-    state = dict(
-        agent=agent.checkpoint(),
-        offline_rb=offline_rb.state_dict(),
-        online_rb=online_rb.state_dict(),
-        progress=vars(progress),
-        rows=run.rows,
+    checkpoint = dict(
+        agent=state.agent.checkpoint(),
+        offline_rb=state.offline_rb.state_dict(),
+        online_rb=state.online_rb.state_dict(),
+        progress=vars(state.progress),
+        rows=state.run.rows,
     )
-    write_checkpoint(run.dir / "latest.pth", state)
+    write_checkpoint(state.run.dir / "latest.pth", checkpoint)
 
 
 FIXED = (  # options that --resume cannot change: what they set is in latest.pth
@@ -1811,28 +1795,24 @@ FIXED = (  # options that --resume cannot change: what they set is in latest.pth
 )  # fmt: skip
 
 
-def load_run(args, env, device):
-    """Continue a run from its latest.pth.
-    -> Run, agent, offline buffer, online buffer, Progress"""
-    state = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
+def load_run(args, env, device) -> State:
+    """Continue a run from its latest.pth."""
+    saved = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
     for name in FIXED:
-        saved = state["agent"]["args"][name]
-        if getattr(args, name) != saved:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {saved}")
-    agent = WarmupAgent.from_checkpoint(state["agent"], device, args)
-    progress = Progress(**state["progress"])
-    progress.losses = [
-        {name: value.to(device) for name, value in losses.items()} for losses in progress.losses
-    ]
-    num_offline_rows = len(state["offline_rb"]["priorities"])
-    offline_rb = make_buffer(args, num_offline_rows, env)
-    offline_rb.load_state_dict(state["offline_rb"])
+        value = saved["agent"]["args"][name]
+        if getattr(args, name) != value:
+            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {value}")
+    agent = WarmupAgent.load(saved["agent"], device, args)
+    progress = Progress(**saved["progress"])
+    for losses in progress.losses:
+        losses |= {name: value.to(device) for name, value in losses.items()}
+    offline_rb = make_buffer(args, len(saved["offline_rb"]["priorities"]), env)
+    offline_rb.load_state_dict(saved["offline_rb"])
     online_rb = make_buffer(args, args.buffer_size, env)
-    online_rb.load_state_dict(state["online_rb"])
-
+    online_rb.load_state_dict(saved["online_rb"])
     print(f"resuming after step {progress.global_step}")
-    run = Run(args, state["rows"])  # it writes args.json, so this comes after all that may fail
-    return run, agent, offline_rb, online_rb, progress
+    run = Run(args, saved["rows"])  # it writes args.json, so this comes after all that may fail
+    return State(run, agent, offline_rb, online_rb, progress)
 
 
 def read_checkpoint(path) -> dict:

@@ -255,7 +255,7 @@ def test_heavier_rows_are_not_cloned_more_where_they_are_rare():
     assert losses[0] == pytest.approx(losses[1])
 
 
-def test_cloning_judges_the_mean_action():
+def test_the_critics_of_a_clone_evaluate_its_mean_action():
     """No loss of cloning trains the deviation, so the critics must not learn the value of its samples."""
     agent, batch = make_agent(num_critics=1), make_batch()
     next_mean, _ = agent.policy(batch["next_obs"])
@@ -290,16 +290,16 @@ def test_an_update_seeds_every_device(monkeypatch):
     assert seeds == [2_000_006, 2_000_007]
 
 
-def test_errors_are_judged_with_as_many_critics_as_training_draws():
+def test_row_errors_are_computed_with_as_many_critics_as_training_draws():
     agent, batch = make_agent(num_critics=4, reward_scale=0.5), make_batch()
-    judged = agent.judge(batch)
+    errors = agent.row_errors(batch)
     next_mean, _ = agent.policy(batch["next_obs"])
     next_q = agent.critic_target(batch["next_obs"], next_mean.tanh())
     target = 0.5 * batch["rewards"] + 0.97 * torch.minimum(next_q[0], next_q[1])
-    assert torch.allclose(judged["targets"], target)
-    assert judged["td_errors"].shape == (4, N)
+    assert torch.allclose(errors["targets"], target)
+    assert errors["td_errors"].shape == (4, N)
     distance = (agent.policy(batch["obs"])[0].tanh() - batch["actions"]).square().sum(1)
-    assert torch.allclose(judged["clone_errors"], distance)
+    assert torch.allclose(errors["clone_errors"], distance)
 
 
 def test_load_gives_the_same_agent(tmp_path):

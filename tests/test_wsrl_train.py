@@ -567,17 +567,17 @@ def test_success_without_a_name_is_the_only_positive_reward():
 
 def watch_heldout(monkeypatch, errors):
     """Make these the errors of the checks.  -> list of checkpoints, one per check"""
-    checked, judge = [], wsrl_warmup.WarmupAgent.judge
+    checked, row_errors = [], wsrl_warmup.WarmupAgent.row_errors
 
     def watch(self, batch):
-        found = judge(self, batch)
-        if len(batch["rewards"]) == 44:  # four of the forty episodes; retention judges more rows
+        found = row_errors(self, batch)
+        if len(batch["rewards"]) == 44:  # four of the forty episodes; retention has more rows
             checked.append(self.checkpoint())
             found["targets"] = torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5  # their variance is 1
             found["td_errors"] = torch.full((2, 4), errors[len(checked) - 1] ** 0.5)
         return found
 
-    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "judge", watch)
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "row_errors", watch)
     return checked
 
 
@@ -621,7 +621,7 @@ def test_after_an_early_stop_the_run_goes_online(tmp_path, data, monkeypatch):
     assert rows(tmp_path / "second")[1:] == rows(tmp_path / "both")[3:]
 
 
-def test_the_last_weights_of_a_warm_up_are_judged(tmp_path, data, monkeypatch):
+def test_the_last_weights_of_a_warm_up_are_checked(tmp_path, data, monkeypatch):
     """45 updates are checked at every second one, and at the last one."""
     checked = watch_heldout(monkeypatch, [9.0] * 22 + [1.0])
     hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), warmup_steps=45)
@@ -630,11 +630,11 @@ def test_the_last_weights_of_a_warm_up_are_judged(tmp_path, data, monkeypatch):
     assert same(checked[-1]["model"], state(tmp_path, "warm.pth")["model"])
 
 
-def test_early_stopping_of_a_clone_judges_its_actions(tmp_path, data, monkeypatch):
+def test_early_stopping_of_a_clone_checks_its_actions(tmp_path, data, monkeypatch):
     """On held-out episodes of those that it would imitate; an error of the critics says nothing."""
-    judged = spy(monkeypatch, wsrl_warmup.WarmupAgent, "judge")
+    calls = spy(monkeypatch, wsrl_warmup.WarmupAgent, "row_errors")
     run(tmp_path / "run", data, preset="bc", early_stop_patience=99)
-    found = [(args[1], errors) for args, errors in judged if len(args[1]["rewards"]) < 100]
+    found = [(args[1], errors) for args, errors in calls if len(args[1]["rewards"]) < 100]
     error = [row["losses/heldout_error"] for row in rows(tmp_path / "run")[1:21]]
     for (batch, errors), value in zip(found, error, strict=True):
         assert (batch["is_cloned"] == 1).all() and len(batch["rewards"]) == 11
