@@ -1110,9 +1110,13 @@ def main(args: Args) -> dict[str, float]:
             if signals.received:
                 break
 
+    is_finished = progress.is_online and progress.env_steps >= last_env_step
+    if is_finished and "eval/episodic_return" not in state.run.rows[-1]:
+        # The run was stopped and is resumed with fewer --online-steps, so no step was left.
+        log_line(state, evaluate_policy(agent, env, args.eval_episodes), bar)
     bar.close()
     signals.release()
-    if progress.is_online and progress.env_steps >= last_env_step:
+    if is_finished:
         finish_run(state, env)
     else:
         print(f"stopped and saved; continue with --resume --run-dir {state.run.dir}")

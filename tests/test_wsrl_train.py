@@ -457,6 +457,31 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
         assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def test_a_resumed_run_that_has_no_step_left_ends_with_an_evaluation(tmp_path, data, monkeypatch):
+    """A signal stopped it after an episode, where no evaluation was due."""
+    step = gym.wrappers.RecordEpisodeStatistics.step
+
+    def stopping(self, action):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, action)
+
+    take_step = wsrl_warmup.take_step
+
+    def watch(*args):
+        with monkeypatch.context() as patch:
+            if args[3] == 3:
+                patch.setattr(gym.wrappers.RecordEpisodeStatistics, "step", stopping)
+            return take_step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wsrl_warmup, "take_step", watch)
+        run(tmp_path / "run", data)
+    assert "eval/episodic_return" not in rows(tmp_path / "run")[-1]
+    metrics = run(tmp_path / "run", data, online_steps=11, resume=True)
+    assert metrics["charts/env_steps"] == 11 and "eval/episodic_return" in metrics
+    assert (tmp_path / "run" / "final_model.pth").exists()
+
+
 # --- what reaches an update ---
 def test_frozen_rollouts_change_no_weight_and_act_by_the_policy(tmp_path, data):
     hand = dict(warmup_rollout_steps=33, online_steps=34, utd_ratio=1)
