@@ -1525,7 +1525,7 @@ def write_transitions(path, rows, env):
         transition = {name: row[column] for name, column in COLUMNS.items()}
         transition["actions"] = env_units(env, row["actions"])
         transitions.append(transition)
-    Path(path).write_bytes(pickle.dumps(transitions))
+    path.write_bytes(pickle.dumps(transitions))
 
 
 def check_paths(args):
@@ -1772,11 +1772,13 @@ def start_run(args, env, device) -> State:
 def hand_over(agent, offline_rb, env):
     """Write the two files that --learner reads. A run that is killed here comes back with --resume.
     The agent is written last: if it is there, both files are complete."""
-    path = Path(agent.args.checkpoint_path)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_transitions(agent.args.kept_rows_path(), offline_rb.rows, env)
-        write_checkpoint(path, agent.checkpoint())
+    checkpoint_path = Path(agent.args.checkpoint_path)
+    kept_rows_path = Path(agent.args.kept_rows_path())
+    if not checkpoint_path.exists():
+        for path in (checkpoint_path, kept_rows_path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_transitions(kept_rows_path, offline_rb.rows, env)
+        write_checkpoint(checkpoint_path, agent.checkpoint())
 
 
 def save_run(state):

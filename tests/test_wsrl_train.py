@@ -292,6 +292,12 @@ def test_stage_two_can_switch_dropout_off(tmp_path, data):
     assert rows(tmp_path / "second")[-1]["charts/env_steps"] == 33
 
 
+def test_the_folders_of_both_files_of_stage_one_are_made(tmp_path, data):
+    paths = dict(checkpoint_path=f"{tmp_path}/a/warm.pth", demo_path=f"{tmp_path}/b/kept.pkl")
+    run(tmp_path / "run", data, **paths)
+    assert all(Path(path).exists() for path in paths.values())
+
+
 def test_a_run_that_skips_most_updates_says_so(tmp_path, capsys):
     """The square of the error on one row overflows, and its priority makes it the most frequent."""
     env = wsrl_warmup.make_gym_env("ShortPendulum-v1")
