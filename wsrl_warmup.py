@@ -623,8 +623,8 @@ class WarmupAgent(nn.Module):
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
         """The action tanh(mean + noise * std).  (D,) -> (C,) in [-1,1]"""
-        features = self.normalizer(torch.from_numpy(obs)[None].to(self.raw_alpha.device))
-        mean, std = self.policy(features)
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=self.raw_alpha.device)
+        mean, std = self.policy(self.normalizer(obs[None]))
         return (mean.cpu() + std.cpu() * noise)[0].tanh().numpy()
 
     def checkpoint(self) -> dict:

@@ -268,6 +268,12 @@ def test_the_critics_of_a_clone_evaluate_its_mean_action():
     assert not torch.allclose(sampled, error.detach(), atol=1e-3)
 
 
+def test_an_agent_takes_observations_of_any_type():
+    agent, obs = make_agent(), np.linspace(-1, 1, D)
+    for given in (obs, list(obs), np.float32(obs)[::-1][::-1]):
+        assert (agent.act(given) == agent.act(np.float32(obs))).all()
+
+
 def test_dropout_is_active_in_the_update_of_the_actor_only():
     agent, plain = make_agent(dropout=0.5), make_agent()
     obs = np.ones(D, np.float32)
