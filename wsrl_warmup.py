@@ -242,9 +242,9 @@ class Args:
         if self.checkpoint_path and Path(self.checkpoint_path) == Path(self.kept_rows_path()):
             raise ValueError("--checkpoint-path and --demo-path must be two files")
         data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
-        if data_paths and not self.needs_data():
-            raise ValueError("the data files would not be read: there is no warm-up")
         if self.learner:
+            if data_paths:
+                raise ValueError("--learner reads only --demo-path, not the other data files")
             if not self.online_steps:
                 raise ValueError("--learner needs --online-steps")
             if self.initial_offline_ratio and not self.demo_path:
@@ -252,6 +252,10 @@ class Args:
             if self.demo_path and not self.initial_offline_ratio:
                 raise ValueError("--demo-path needs an --initial-offline-ratio above 0")
             return
+        if data_paths and not self.needs_data():
+            raise ValueError(
+                "the data files would not be read: there is no warm-up, and no rows are kept"
+            )
         if self.initial_offline_ratio and not self.retention_ratio:
             raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
         if not self.warmup_steps:
@@ -1165,9 +1169,9 @@ def log_line(state, row, bar):
 def print_switch(data_returns, policy_return):
     """Say which had the higher return, the policy or its data (arXiv:2510.01460)."""
     best = max(data_returns.values())
-    advice = "go online from the policy"
+    advice = "the policy is better"
     if policy_return < best:
-        advice = "the data are better: try --preset bc or --retention-ratio 1"
+        advice = "the data are better, and --retention-ratio 1 keeps all of them"
     tqdm.write(
         f"after the warm-up the return of the policy is {policy_return:.1f}, "
         f"that of the best data {best:.1f}: {advice}"
@@ -1465,8 +1469,6 @@ def read_source(path, env) -> np.ndarray:
         sys.exit(f"data file {path} cannot be read: {error!r}")
     if "masks" not in transitions[0]:
         print(f"{path} has no masks: each end of an episode counts as a termination")
-    if "weights" in transitions[0]:
-        print(f"{path} has weights: --demo-weight and --success-weight-bonus do not change them")
     return rows
 
 
@@ -1492,7 +1494,10 @@ def load_offline_data(args, env):
     episodes = {}
     for source, source_paths in paths.items():
         for path in source_paths:
-            episodes.setdefault(source, []).extend(split_episodes(read_source(path, env)))
+            rows = read_source(path, env)
+            if not args.learner and np.isfinite(rows["weights"][0]):
+                print(f"{path} has weights, which replace those of --demo-weight and quality")
+            episodes.setdefault(source, []).extend(split_episodes(rows))
     if not episodes and args.needs_data():
         if args.env_id != BUILT_IN:
             sys.exit(
@@ -1722,7 +1727,7 @@ def parse_args() -> Args:
             f"--preset cannot change here from {saved['preset']}: type the options that differ"
         )
     for name, value in asdict(args).items():
-        if saved and value != saved[name]:
+        if saved and name not in LEARNER and value != saved[name]:
             print(f"changed: --{name.replace('_', '-')} {saved[name]} -> {value}")
     return args
 

@@ -100,7 +100,7 @@ def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path, ca
     columns = walk(dones=LAST, rewards=-np.ones(6))
     rows, *_ = load(save(tmp_path / "a.npz", columns | dict(weights=np.arange(6) + 1.0)))
     assert rows["weights"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert "--demo-weight and --success-weight-bonus do not change" in capsys.readouterr().out
+    assert "has weights, which replace those of --demo-weight" in capsys.readouterr().out
     assert rows["returns"] == pytest.approx(return_to_go(-np.ones(6), 0.99))
     assert rows["quality"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     rows, *_ = load(save(tmp_path / "b.npz", columns | dict(returns=np.arange(6) - 9.0)))

@@ -218,6 +218,27 @@ def test_the_command_that_stage_one_prints_is_accepted(own, tmp_path, data, caps
     assert bool(args.demo_path) == (args.preset != "wsrl")
 
 
+def test_stage_two_reports_only_what_was_changed(tmp_path, data, capsys):
+    """Not its new folder, and no weights in the file that the first command wrote."""
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    words = f"--learner --checkpoint-path {tmp_path}/warm --demo-path {tmp_path}/filtered_demos.pkl"
+    words += f" --run-dir {tmp_path}/second --lr 0.002"
+    capsys.readouterr()
+    main(parse_args(words.split()))
+    out = capsys.readouterr().out
+    changed = [line for line in out.splitlines() if line.startswith("changed:")]
+    assert changed == ["changed: --lr 0.001 -> 0.002"]
+    assert "do not change them" not in out
+
+
+@pytest.mark.parametrize("preset", ["design", "bc"])
+@pytest.mark.parametrize("policy_return, words", [(1.0, "the policy is"), (-1.0, "the data are")])
+def test_the_line_after_the_warm_up_says_which_is_better(preset, policy_return, words, capsys):
+    wsrl_warmup.print_switch({"demos": 0.0, "random": -2.0}, policy_return)
+    out = capsys.readouterr().out
+    assert words in out and "--preset" not in out
+
+
 def test_another_preset_over_saved_options_is_refused(tmp_path, data):
     """The saved options already have the values of a preset."""
     run(tmp_path / "first", data, preset="bc", lr=5e-3, checkpoint_path=str(tmp_path / "warm"))
@@ -770,6 +791,14 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
 def test_values_that_make_no_sense(options):
     with pytest.raises(ValueError):
         Args(**options)
+
+
+def test_data_files_that_would_not_be_read_are_refused_with_the_reason():
+    learner = dict(learner=True, checkpoint_path="w", demo_path="x.pkl")
+    with pytest.raises(ValueError, match="--learner"):
+        Args(**learner, offline_data_path=["a.npz"])
+    with pytest.raises(ValueError, match="no warm-up"):
+        Args(**PRESETS["scratch"], offline_data_path=["a.npz"])
 
 
 def test_online_steps_without_an_update_are_refused_with_both_names():
