@@ -36,7 +36,8 @@ agent and the kept rows, and ends. The second one (--learner) reads both and tra
     rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
     bc       clones the demonstrations first
     scratch  uses no offline data
-Only the command line applies a preset. In Python, write Args(**default_options(env_id, "wsrl")).
+Options of the command line replace those of the preset. In Python, preset="wsrl" alone sets nothing
+else: write Args(**default_options(env_id, "wsrl")). A run prints what differs from its preset.
 
 Plain SAC can overestimate actions that the data lack, above all if the data are poor. The options
 --offline-objective cql, calql and bc reduce this. The TD loss here lacks the factor 1/2 of the CQL
@@ -1745,9 +1746,19 @@ def write_checkpoint(path: Path, state: dict):
     os.replace(f"{path}.tmp", path)
 
 
+def flag(name) -> str:
+    """The option of the command line for a field of Args"""
+    return "--" + name.replace("_", "-")
+
+
 def start_run(args, env, device) -> State:
     """Begin with new networks, or with --learner where the first command ended."""
     check_paths(args)
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) != value:
+            print(
+                f"preset {args.preset} has {flag(name)} {value}: this run has {getattr(args, name)}"
+            )
     rows, heldout_rows, data_returns = load_offline_data(args, env)
     offline_rb = make_buffer(args, len(rows), env)
     offline_rb.extend(rows)

@@ -125,6 +125,16 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
         assert str(folder) in lines[1] and "final_model.pth" in lines[1]
 
 
+def test_a_run_names_what_differs_from_its_preset(tmp_path, data, capsys):
+    """In Python, Args(preset="bc") alone sets no other option."""
+    main(Args(**TINY | data, preset="bc", retention_ratio=1.0, run_dir=str(tmp_path / "python")))
+    out = capsys.readouterr().out
+    assert "preset bc has --offline-objective bc: this run has sac" in out
+    assert "--retention-ratio" not in out
+    run(tmp_path / "applied", data, preset="bc")
+    assert "preset bc has" not in capsys.readouterr().out
+
+
 def parse_args(words):
     """As the command line does"""
     with mock.patch.object(sys, "argv", ["wsrl_warmup.py", *words]):
