@@ -236,6 +236,8 @@ class Args:
             raise ValueError("--online-steps must be above --warmup-rollout-steps, or 0")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
+        if self.cql_alpha != Args.cql_alpha and "ql" not in self.offline_objective:
+            raise ValueError("--cql-alpha needs --offline-objective cql or calql")
         if self.expert_path and not self.make_data:
             raise ValueError("--expert-path needs --make-data")
         if (self.learner or self.demo_path) and not self.checkpoint_path:
@@ -257,6 +259,8 @@ class Args:
             raise ValueError(
                 "the data files would not be read: there is no warm-up, and no rows are kept"
             )
+        if self.bc_weight and not self.needs_data():
+            raise ValueError("--bc-weight needs offline data")
         if self.initial_offline_ratio and not self.retention_ratio:
             raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
         if not self.warmup_steps:
@@ -1765,7 +1769,9 @@ def start_run(args, env, device) -> State:
     online_rb = make_buffer(args, args.buffer_size, env)
     progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     if args.learner:
-        agent = WarmupAgent.load(args.checkpoint_path, device, args)
+        checkpoint = read_checkpoint(args.checkpoint_path)
+        refuse_changes(args, checkpoint["args"], FIXED_NETWORKS)
+        agent = WarmupAgent.load(checkpoint, device, args)
         progress.warmup_updates = agent.updates
         progress.is_online = True
     else:
@@ -1809,21 +1815,28 @@ def save_run(state):
     write_checkpoint(state.run.dir / "latest.pth", checkpoint)
 
 
-FIXED = (  # options that --resume cannot change: what they set is in latest.pth
-    "env_id", "offline_data_path", "suboptimal_data_path", "random_data_path", "demo_path",
-    "checkpoint_path", "learner", "demo_weight", "success_weight_bonus", "hidden_size",
-    "layer_norm", "num_critics", "init_alpha", "buffer_size", "use_prioritized_replay",
-    "priority_alpha", "warmup_steps", "early_stop_patience",
-)  # fmt: skip
+# Options that are in a checkpoint: --learner cannot change the first ones, --resume none of them.
+FIXED_NETWORKS = "hidden_size layer_norm num_critics init_alpha".split()
+FIXED = (
+    FIXED_NETWORKS
+    + (
+        "env_id offline_data_path suboptimal_data_path random_data_path demo_path checkpoint_path "
+        "learner demo_weight success_weight_bonus gamma buffer_size use_prioritized_replay "
+        "priority_alpha warmup_steps early_stop_patience offline_objective retention_ratio retention_by"
+    ).split()
+)
+
+
+def refuse_changes(args, saved: dict, names):
+    for name in names:
+        if getattr(args, name) != saved[name]:
+            sys.exit(f"a saved run cannot change {flag(name)} from {saved[name]}")
 
 
 def load_run(args, env, device) -> State:
     """Continue a run from its latest.pth."""
     saved = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
-    for name in FIXED:
-        value = saved["agent"]["args"][name]
-        if getattr(args, name) != value:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {value}")
+    refuse_changes(args, saved["agent"]["args"], FIXED)
     agent = WarmupAgent.load(saved["agent"], device, args)
     progress = Progress(**saved["progress"])
     for losses in progress.losses:

@@ -136,7 +136,8 @@ def test_the_conservative_term_against_a_slow_one(method):
 
 def test_the_conservative_term_reaches_the_loss():
     """Weight 0 takes the plain path: the same losses, the same weights, no extra random draws."""
-    plain, zero, one = make_agent(), make_agent(cql_alpha=0.0), make_agent(cql_alpha=0.5)
+    plain = make_agent()
+    zero, one = (make_agent(offline_objective="cql", cql_alpha=alpha) for alpha in (0.0, 0.5))
     stats = {"plain": plain.update(make_batch()), "zero": zero.update(make_batch(), method="cql")}
     assert same(plain.state_dict(), zero.state_dict()) and "cql_loss" not in stats["zero"]
     assert all(torch.equal(stats["plain"][name], stats["zero"][name]) for name in stats["plain"])

@@ -313,6 +313,17 @@ def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
     assert not (tmp_path / "third").exists(), "an empty run folder stays behind"
 
 
+@pytest.mark.parametrize("changed", [dict(hidden_size=8), dict(init_alpha=0.5)])
+def test_stage_two_keeps_the_networks_of_stage_one(changed, tmp_path, data):
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    hand = dict(checkpoint_path=str(tmp_path / "warm"), learner=True)
+    hand["demo_path"] = str(tmp_path / "filtered_demos.pkl")
+    (name,) = changed
+    with pytest.raises(SystemExit, match=f"cannot change --{name.replace('_', '-')} from "):
+        run(tmp_path / "second", {}, **hand, **changed)
+    assert not (tmp_path / "second").exists()
+
+
 def test_stage_two_can_switch_dropout_off(tmp_path, data):
     """Dropout has no weights, so it does not change the names of the others."""
     run(tmp_path / "first", data, dropout=0.2, checkpoint_path=f"{tmp_path}/new/warm.pth")
@@ -443,6 +454,10 @@ def test_sigkill_then_resume_without_typing_the_options_again(tmp_path):
         dict(hidden_size=8),
         dict(buffer_size=40),
         dict(early_stop_patience=3),
+        dict(gamma=0.9),
+        dict(retention_ratio=0.9),
+        dict(retention_by="reward"),
+        dict(offline_objective="cql"),
     ],
 )
 def test_what_is_in_the_checkpoint_cannot_change_and_a_refused_resume_does_no_harm(
@@ -785,6 +800,8 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(warmup_steps=0, checkpoint_path="w", retention_ratio=1.0),
         dict(warmup_steps=0),  # an untrained critic would choose the rows
         dict(PRESETS["rlpd"], checkpoint_path="w"),
+        dict(PRESETS["scratch"], bc_weight=1.0),
+        dict(cql_alpha=0.5),  # of an objective that is not used
         dict(demo_weight=-1.0),
         dict(success_weight_bonus=0.0),
         dict(bc_weight=-1.0),
