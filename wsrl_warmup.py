@@ -1520,6 +1520,8 @@ def load_offline_data(args, env):
         mean_returns[source] = float(np.mean(returns))
         if not args.learner:  # the rows that a warm-up kept are not whole episodes
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
+            if np.median([len(episode) for episode in source_episodes]) == 1:
+                print(f"warning: {source}: most episodes have one row: are the rows shuffled?")
     training = sum(episodes.values(), [])
     heldout = []
     if args.early_stop_patience and not args.learner:

@@ -393,6 +393,16 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
 
 
+def test_shuffled_rows_are_reported(tmp_path, capsys):
+    """Each of their episodes has one row, and its return is a reward."""
+    order = np.random.default_rng(0).permutation(30)
+    columns = walk(30)
+    load(save(tmp_path / "a.npz", columns))
+    assert "shuffled" not in capsys.readouterr().out
+    load(save(tmp_path / "b.npz", {name: column[order] for name, column in columns.items()}))
+    assert "demos: most episodes have one row: are the rows shuffled?" in capsys.readouterr().out
+
+
 def test_a_next_observation_may_differ_by_rounding(tmp_path):
     """The episode is one, not six of a row each, whose returns would be their rewards."""
     columns = walk(6, dones=LAST)
