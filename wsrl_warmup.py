@@ -1568,18 +1568,22 @@ def write_video(path, agent, env):
 
     pictures = []
 
-    def act_and_film(obs):
+    def draw(obs):
         if env.spec.id == BUILT_IN:
-            pictures.append(draw_pendulum(obs))
-        else:
-            pictures.append(Image.fromarray(env.render()))
+            return draw_pendulum(obs)
+        return Image.fromarray(env.render())
+
+    def act_and_film(obs):
+        pictures.append(draw(obs))
         return agent.act(obs)
 
+    obs, _ = env.reset(seed=VIDEO_SEED)
     try:
-        play_episode(env, act_and_film, VIDEO_SEED)
+        draw(obs)
     except Exception as error:  # a renderer can raise any type
         print(f"no {path.name}: {env.spec.id} cannot draw itself: {error}")
         return
+    play_episode(env, act_and_film, VIDEO_SEED)
     frames = pictures[::4]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=80, loop=0)
 

@@ -873,6 +873,21 @@ def test_an_environment_that_cannot_draw_itself_says_so_and_goes_on(tmp_path, ca
     assert not list((tmp_path / "run").glob("*.gif"))
 
 
+def test_an_error_in_the_filmed_episode_is_not_called_one_of_drawing(tmp_path, monkeypatch):
+    """The policy is saved before it is filmed."""
+
+    def broken(*_):
+        raise OSError("the arm is stuck")
+
+    options = dict(preset="scratch", env_id="Pendulum-v1", online_steps=6)
+    run(tmp_path / "run", {}, **options)
+    agent = wsrl_warmup.WarmupAgent.load(tmp_path / "run" / "final_model.pth")
+    env = wsrl_warmup.make_gym_env("Pendulum-v1")
+    monkeypatch.setattr(gym.envs.classic_control.PendulumEnv, "step", broken)
+    with pytest.raises(OSError, match="the arm is stuck"):
+        wsrl_warmup.write_video(tmp_path / "policy.gif", agent, env)
+
+
 def test_videos_change_no_number(tmp_path, data):
     run(tmp_path / "without", data)
     run(tmp_path / "with", data, capture_video=True, env_id="ShortPendulum-v1")
