@@ -7,44 +7,50 @@
 
     read the offline data, give each row a weight                       (load_offline_data)
     warm-up, `warmup_steps` times:                                      (main, first loop)
-        draw a batch of offline rows                                    (sample_mixed)
-        update critics, actor, temperature and target networks          (agent.update)
-    keep the best offline rows, release the others                      (end_warmup)
+        draw a batch of offline rows, update the networks               (learn)
+    keep the offline rows with the largest TD errors                    (end_warmup)
     online, `online_steps` times:                                       (main, second loop)
         take a step in the environment, store it in online_rb           (take_step)
         `utd_ratio` times:
-            draw a batch from both buffers, update; the actor only the last time    (learn)
+            draw a batch of offline and online rows, update             (learn)
 
-The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
+`learn` draws with sample_mixed and trains critics, actor, temperature and target networks with
+agent.update. Online, actor and temperature are trained in the last update after each step only.
+
+The SAC core is that of sac_hybrid.py. Comments mark what is added:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
     warm-up: cloning       - the actor imitates the demonstrations, or else the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the offline updates here. In the WSRL paper it means the first online steps, with a
-frozen policy: these are --warmup-rollout-steps.
+"Warm-up" means the updates before the first online step. In the WSRL paper it means the first
+online steps, in which the policy is frozen: they are --warmup-rollout-steps here.
 
 A run can be split into two commands. The first one (--checkpoint-path) does the warm-up, writes the
 agent and the kept rows, and ends. The second one (--learner) reads both and trains online.
 
---preset chooses the method: a set of defaults for other options.
-    design   the default: plain SAC offline, weighted losses, prioritized draws; the best offline
-             rows are kept and are a part of every online batch
-    wsrl     as in the paper: Cal-QL offline, first online steps with the frozen policy, no offline
-             rows online, ten critics, four updates per step
+The method is a preset, which sets the defaults of other options (--preset):
+    design   plain SAC offline, weighted losses, prioritized draws; online, half or more of each
+             batch are offline rows that were kept
+    wsrl     after the paper: Cal-QL offline, then steps with the frozen policy, then SAC with ten
+             critics and four updates per step, without offline rows (the page lists differences)
     rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
-    bc       clones the demonstrations first
+    bc       clones the demonstrations, then SAC; the first online actions have a random standard
+             deviation, because cloning does not train it
     scratch  uses no offline data
-Options of the command line replace those of the preset. In Python, preset="wsrl" alone sets nothing
-else: write Args(**default_options(env_id, "wsrl")). A run prints what differs from its preset.
 
-Plain SAC can overestimate actions that the data lack, above all if the data are poor. The options
---offline-objective cql, calql and bc reduce this. The TD loss here lacks the factor 1/2 of the CQL
-paper, so --cql-alpha 1 is an alpha of 0.5 there.
+An option has the value of the command line, else that of the preset, else that of PENDULUM (only in
+the built-in task), else that of Args. In Python, Args(preset="wsrl") sets no other option: write
+Args(**default_options(env_id, "wsrl")). A run prints where it differs from its preset.
 
-Row weights change the offline share of the loss. A successful demonstration weighs up to 4.5, an
-online row 1.0: if half of a batch are such rows, about 80 % of the loss are theirs.
+Plain SAC can overestimate actions that are not in the data, above all if the data are poor. CQL,
+Cal-QL and cloning reduce this (--offline-objective). The TD loss here has no factor 1/2, which it
+has in the CQL paper: --cql-alpha 1 is an alpha of 0.5 there.
+
+Row weights change how much the offline rows contribute to a loss. A successful demonstration has a
+weight of up to 4.5, an online row of 1. If half of a batch are such demonstrations, about 80 % of
+the loss comes from them.
 
 What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
@@ -91,7 +97,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 BUILT_IN = "Pendulum-v1"
-PENDULUM = dict(  # the command line takes these defaults for the built-in task
+PENDULUM = dict(  # default options for the built-in task; they replace those in Args
     warmup_steps=1_500,
     online_steps=2_000,
     lr=1e-3,
@@ -103,7 +109,7 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     eval_every=200,
 )
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
-PRESETS = {  # what differs from the defaults
+PRESETS = {  # default options of each method; they replace those in Args and PENDULUM
     "design": {},
     "wsrl": dict(
         offline_objective="calql",
@@ -124,9 +130,7 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    # Clone, then SAC with half of each batch offline (arXiv:2603.27400). Cloning trains the mean
-    # action only: the standard deviation is untrained when the online steps begin.
-    "bc": dict(
+    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -141,6 +145,15 @@ PRESETS = {  # what differs from the defaults
         **UNWEIGHTED,
     ),
 }
+CONSERVATIVE = ("cql", "calql")  # objectives with a conservative term
+POSITIVE = (
+    "num_threads save_every eval_every eval_episodes hidden_size batch_size lr utd_ratio "
+    "num_critics init_alpha buffer_size reward_scale demo_weight success_weight_bonus"
+).split()
+AT_MOST_ONE = (
+    "dropout gamma tau initial_offline_ratio offline_decay_rate min_offline_ratio retention_ratio "
+    "priority_alpha"
+).split()
 
 
 # --- args ---
@@ -161,8 +174,8 @@ class Args:
     wandb_project_name: str = "stale-experience"  # project name in wandb
     preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
     checkpoint_path: str | None = None  # file for the agent after the warm-up (read if --learner)
-    demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl in that folder)
-    learner: bool = False  # second command: read checkpoint_path and demo_path, train online
+    demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl, same folder)
+    learner: bool = False  # second command: train online from checkpoint_path and demo_path
     make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
     expert_path: str | None = None  # final_model.pth of the expert of --make-data (None: a script)
     # task
@@ -170,26 +183,26 @@ class Args:
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, row weight 1.0
     random_data_path: list[str] = field(default_factory=list)  # random actions, row weight 0.5
-    demo_weight: float = 2.0  # row weight of demonstrations (not if the file has weights)
+    demo_weight: float = 2.0  # row weight of demonstrations; weights in a file replace it
     success_weight_bonus: float = 1.5  # factor on the row weights of successful episodes
     reward_scale: float = 1.0  # factor on rewards in updates, not on logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
-    dropout: float = 0.0  # share of hidden units dropped in updates of the actor, also online
+    dropout: float = 0.0  # dropout rate in the updates of the actor, offline and online
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first online steps, which only collect data (untrained: random)
+    warmup_rollout_steps: int = 0  # first online steps, without updates (at random if untrained)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
-    obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
-    early_stop_patience: int = 0  # hold out 1/10; end after so many of 20 checks without a new best
+    obs_noise: float = 0.0  # std of noise on normalized observations in the warm-up
+    early_stop_patience: int = 0  # stop after this many of 20 checks without improvement (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
-    utd_ratio: int = 1  # updates per environment step; the last one includes the actor
+    utd_ratio: int = 1  # updates per environment step; only the last one trains the actor
     num_critics: int = 2  # size of the ensemble
     init_alpha: float = 0.1  # temperature at the start
     offline_objective: Literal["sac", "cql", "calql", "bc"] = "sac"  # objective of the warm-up
@@ -198,11 +211,11 @@ class Args:
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
     initial_offline_ratio: float = 1.0  # offline share of a batch when the online steps begin
-    offline_decay_rate: float = 0.999  # factor on this share per online step, also without updates
+    offline_decay_rate: float = 0.999  # factor on this share per online step
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
     retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # highest values are kept
-    weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
+    weighted_loss: Literal["none", "critic", "both"] = "both"  # losses with row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
 
@@ -213,30 +226,20 @@ class Args:
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                option = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{option}: must be finite and not negative")
-        for name in (
-            "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
-            "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
-            "demo_weight", "success_weight_bonus",
-        ):  # fmt: skip
-            if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} 0: must be positive")
-        for name in (
-            "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
-            "min_offline_ratio", "retention_ratio", "priority_alpha",
-        ):  # fmt: skip
-            if getattr(self, name) > 1:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{option}: must be in [0, 1]")
+            if isinstance(value, int | float):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"{flag(name)} {value}: must be finite and not negative")
+                if value == 0 and name in POSITIVE:
+                    raise ValueError(f"{flag(name)} {value}: must be positive")
+                if value > 1 and name in AT_MOST_ONE:
+                    raise ValueError(f"{flag(name)} {value}: must be in [0, 1]")
         if self.min_offline_ratio > self.initial_offline_ratio:
             raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
         if 0 < self.online_steps <= self.warmup_rollout_steps:
             raise ValueError("--online-steps must be above --warmup-rollout-steps, or 0")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
-        if self.cql_alpha != Args.cql_alpha and "ql" not in self.offline_objective:
+        if self.cql_alpha != Args.cql_alpha and self.offline_objective not in CONSERVATIVE:
             raise ValueError("--cql-alpha needs --offline-objective cql or calql")
         if self.expert_path and not self.make_data:
             raise ValueError("--expert-path needs --make-data")
@@ -250,36 +253,30 @@ class Args:
                 raise ValueError("--learner reads only --demo-path, not the other data files")
             if not self.online_steps:
                 raise ValueError("--learner needs --online-steps")
-            if self.initial_offline_ratio and not self.demo_path:
-                raise ValueError("--learner needs --demo-path or --initial-offline-ratio 0")
-            if self.demo_path and not self.initial_offline_ratio:
-                raise ValueError("--demo-path needs an --initial-offline-ratio above 0")
-            return
-        if data_paths and not self.needs_data():
+            if bool(self.demo_path) != (self.initial_offline_ratio > 0):
+                raise ValueError("--learner needs either --demo-path or --initial-offline-ratio 0")
+            return  # the warm-up is over
+        if not self.needs_data() and (data_paths or self.bc_weight):
             raise ValueError(
-                "the data files would not be read: there is no warm-up, and no rows are kept"
+                "data files and --bc-weight need --warmup-steps or --retention-ratio above 0"
             )
-        if self.bc_weight and not self.needs_data():
-            raise ValueError("--bc-weight needs offline data")
         if self.initial_offline_ratio and not self.retention_ratio:
             raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
         if not self.warmup_steps:
             if self.checkpoint_path or self.early_stop_patience or not self.online_steps:
                 raise ValueError(
-                    "--warmup-steps 0 excludes --checkpoint-path, --early-stop-patience "
-                    "and --online-steps 0"
+                    "--checkpoint-path, --early-stop-patience and --online-steps 0 need "
+                    "--warmup-steps above 0"
                 )
             if 0 < self.retention_ratio < 1 and self.retention_by == "td_error":
-                raise ValueError(
-                    "--warmup-steps 0: an untrained critic cannot choose the kept rows"
-                )
+                raise ValueError("--retention-by td_error needs --warmup-steps above 0")
 
     def needs_data(self) -> bool:
-        """Without a warm-up, data are still needed if they are kept for the online batches."""
+        """Whether offline rows are used: in a warm-up, or in the online batches"""
         return not self.learner and (self.warmup_steps > 0 or self.retention_ratio > 0)
 
     def ends_after_warmup(self) -> bool:
-        """Whether this is the first of two commands"""
+        """Whether this is the first of two commands: --checkpoint-path without --learner"""
         return self.checkpoint_path is not None and not self.learner
 
     def kept_rows_path(self) -> str:
@@ -302,7 +299,8 @@ def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
 
 
 def add_dropout(network, dropout):  # warm-up: overfitting
-    """Put dropout behind each ReLU. The layers keep their names, so every checkpoint fits."""
+    """Put dropout behind each ReLU. The weights keep their names: an agent without dropout can load
+    the weights of an agent with dropout."""
     for i, layer in enumerate(network):
         if isinstance(layer, nn.ReLU):
             network[i] = nn.Sequential(layer, nn.Dropout(dropout))
@@ -343,7 +341,7 @@ class QEnsemble(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Subtract the mean of the observations, divide by their spread.  (N,D) -> (N,D)"""
+    """Subtract the mean of the observations, divide by their standard deviation.  -> (N,D)"""
 
     def __init__(self, mean, std):
         super().__init__()
@@ -395,9 +393,8 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
 def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts this sum off. With constant rewards and gamma 0.99, |G| is 37 % too small 100
-    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
-    less conservative."""
+    The sum ends at a time limit, where the value of the next state is not 0. If all rewards are
+    negative, as in Pendulum, G is therefore too high, and Cal-QL is less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -462,10 +459,10 @@ class WarmupAgent(nn.Module):
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
     critic_weights             (N,)   in the loss of the critics, with a mean of 1
     actor_weights              (N,)   in the loss of the actor, with a mean of 1
-    is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
+    is_cloned                  (N,)   1 on rows that cloning imitates (rate_episodes)
 
-    `update` gets rewards and returns times reward_scale (sample_mixed). `row_errors` gets rewards as
-    they are in the buffer, and scales them itself.
+    For `update`, sample_mixed has multiplied rewards and returns by reward_scale. `row_errors` gets
+    rows of a buffer and scales their rewards itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -509,8 +506,8 @@ class WarmupAgent(nn.Module):
 
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
         args = self.args
-        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
-        # All devices are seeded, because dropout draws on the device of the network.
+        # The seed depends on the number of the update: a resumed run draws the same numbers. It is
+        # set on all devices, because dropout draws on the device of the network.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -519,7 +516,7 @@ class WarmupAgent(nn.Module):
             next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
-            if method == "bc":  # warm-up: cloning; it does not train the std, so take the mean
+            if method == "bc":  # warm-up: cloning; the std is not trained: take the mean action
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
             next_q = self.critic_target(next_features, next_actions)  # (E,N)
@@ -535,7 +532,7 @@ class WarmupAgent(nn.Module):
         # warm-up: weights
         critic_losses = {"critic_loss": (batch["critic_weights"] * td_errors.square()).mean()}
 
-        if method in ("cql", "calql") and args.cql_alpha:  # warm-up: conservative
+        if method in CONSERVATIVE and args.cql_alpha:  # warm-up: conservative
             gap = self.conservative_term(batch, features, next_features, q_values, method)
             critic_losses["cql_loss"] = args.cql_alpha * gap
 
@@ -578,14 +575,14 @@ class WarmupAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """Mean gap of CQL or Cal-QL. It has no weights of rows; only the TD loss has them."""
+        """The mean over all rows of conservative_gap, with actions of three distributions"""
         num_rows = len(features)
         shape = (self.NUM_CQL_ACTIONS, num_rows, self.action_dim)
         with torch.no_grad():
             uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # the actions are tried in s, not in s'
+            for states in (features, next_features):  # pi(s) and pi(s'), all evaluated in s
                 mean, std = self.policy(states)
                 sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
@@ -594,7 +591,7 @@ class WarmupAgent(nn.Module):
         log_densities = torch.cat(log_densities)  # (M,N)
         action_q = self.critic(features.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
-        if method == "calql":  # raise the values of the policy's actions to the return of the data
+        if method == "calql":  # Q of the policy's actions is at least the return of the data
             uniform_q, policy_q = action_q.split([len(uniform), 2 * len(uniform)], 1)
             action_q = torch.cat([uniform_q, policy_q.maximum(batch["returns"])], 1)
         return conservative_gap(action_q, log_densities, q_values).mean()
@@ -609,9 +606,8 @@ class WarmupAgent(nn.Module):
         """
         parts = []
         for start in range(0, len(columns["rewards"]), 4096):  # all rows may not fit into memory
-            batch = {}
-            for name, column in columns.items():
-                batch[name] = column[start : start + 4096].to(self.raw_alpha.device)
+            end = start + 4096
+            batch = {name: x[start:end].to(self.raw_alpha.device) for name, x in columns.items()}
             features = self.normalizer(batch["obs"])
             next_features = self.normalizer(batch["next_obs"])
             mean, _ = self.policy(features)
@@ -648,7 +644,7 @@ class WarmupAgent(nn.Module):
         return copy.deepcopy(state)
 
     def restore(self, checkpoint):
-        """Take over weights, optimizers and counters. The options stay as they are."""
+        """Load weights, optimizers and counters. This agent keeps its options."""
         self.load_state_dict(checkpoint["model"])
         for name in ("critic_optimizer", "actor_optimizer"):
             optimizer = getattr(self, name)
@@ -672,7 +668,8 @@ class WarmupAgent(nn.Module):
 
 # --- row weights ---
 def rate_episodes(args, episodes: dict[str, list]):
-    """Fill the columns that a data file lacks, which are NaN. `episodes` has a list per source."""
+    """Compute weights, quality, returns and is_cloned where a file does not have them (NaN).
+    `episodes` has a list per source."""
     pairs = [(source, episode) for source, many in episodes.items() for episode in many]
     if not pairs:
         return
@@ -682,15 +679,14 @@ def rate_episodes(args, episodes: dict[str, list]):
     max_length = max(len(episode) for _, episode in pairs)
     for source, episode in pairs:
         quality = compute_data_quality(episode, return_range, max_length)
-        # A file has no info of the environment, which says at evaluations what success is.
         success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
         bonus = args.success_weight_bonus if success else 1.0
         # warm-up: weights; a quality of 0.5 is neutral
         fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
         fill_in(episode, "quality", quality)
         fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations, or else the quarter of the rows with the
-    # best quality, and rows that are as good as the last of them.
+    # warm-up: cloning; it imitates the demonstrations. Without them, it imitates the quarter of the
+    # rows with the best quality, and more rows if their quality equals the lowest of these.
     limit = np.quantile(np.concatenate([episode["quality"] for _, episode in pairs]), 0.75)
     for source, episode in pairs:
         is_cloned = source == "demos" if "demos" in episodes else episode["quality"] >= limit
@@ -702,14 +698,14 @@ def fill_in(episode, column, values):
 
 
 def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Hold out every tenth episode. For a clone only the episodes that it imitates count.
+    """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
     -> training episodes, held-out episodes"""
     candidates = []
     for i, episode in enumerate(episodes):
         if not is_clone or episode["is_cloned"].any():
             candidates.append(i)
     if len(candidates) < 10:
-        sys.exit(f"--early-stop-patience needs ten episodes: {len(candidates)} can be held out")
+        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
     heldout = set(candidates[9::10])
     training = [episode for i, episode in enumerate(episodes) if i not in heldout]
     return training, [episodes[i] for i in sorted(heldout)]
@@ -717,8 +713,8 @@ def hold_out(episodes, is_clone):  # warm-up: overfitting
 
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
-    """A ring of rows. With alpha 0 the draws are uniform, else rows with a large TD error are
-    drawn more often: in proportion to (|TD error| + 1e-6)^alpha (arXiv:1511.05952)."""
+    """The newest rows replace the oldest. A row is drawn with a probability in proportion to
+    (|TD error| + 1e-6)^alpha (arXiv:1511.05952). With alpha 0 the draws are uniform."""
 
     def __init__(self, capacity, dtype, alpha):
         self.rows = np.zeros(capacity, dtype)
@@ -731,7 +727,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return min(self.num_written, len(self.rows))
 
     def extend(self, rows):
-        """Write rows after the newest one. They have the highest priority until they are drawn."""
+        """Write rows after the newest one, with the highest priority that any row has had."""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
         self.priorities[slots] = self.max_priority
@@ -764,7 +760,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return kept
 
     def state_dict(self):
-        """The written part of the ring"""
+        """The rows that were written, and their priorities"""
         return dict(
             rows=torch.from_numpy(self.rows[: len(self)].view(np.uint8)),
             priorities=torch.from_numpy(self.priorities[: len(self)]),
@@ -788,18 +784,17 @@ def make_buffer(args, capacity, env) -> PrioritizedReplayBuffer:
 def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
     """Values by which filter_offline_data sorts the rows.  -> (N,)"""
     rows = buffer.rows[: len(buffer)]
-    if retention_by == "reward":
-        return rows["rewards"]
-    if retention_by == "quality":
-        return rows["quality"]
-    return agent.row_errors(to_tensors(rows, "cpu"))["td_errors"].mean(0).abs().numpy()
+    if retention_by == "td_error":
+        td_errors = agent.row_errors(to_tensors(rows, "cpu"))["td_errors"]  # (E,N)
+        return td_errors.mean(0).abs().numpy()
+    return rows["rewards" if retention_by == "reward" else "quality"]
 
 
 def filter_offline_data(  # warm-up: replay
     buffer, retention_ratio=0.2, retention_by="quality", agent=None
 ):
     """A new buffer with this share of the rows: those with the highest values of `retention_by`.
-    td_error, which the command line takes by default, needs the agent."""
+    Only td_error needs the agent."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -807,8 +802,8 @@ def filter_offline_data(  # warm-up: replay
 
 
 def split_rows(batch_size, offline_ratio, num_offline, num_online):
-    """How many rows of a batch come from (offline, online), where both buffers have some. Offline
-    rows replace online rows that do not exist yet, unless the offline share is 0."""
+    """How many rows of a batch are (offline, online). If one buffer is empty, all are from the
+    other. If the online buffer is short, offline rows fill the batch, unless their share is 0."""
     if num_online == 0:
         return batch_size, 0
     if num_offline == 0 or offline_ratio == 0:
@@ -830,7 +825,7 @@ def random_numbers(seed, purpose: str, number):
 
 
 def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.0):
-    """Offline rows first, then online rows. The draws depend on (seed, number of the update) only.
+    """Draw offline rows and online rows, in this order.
     -> batch, slots of the offline rows, slots of the online rows"""
     args = agent.args
     rng = random_numbers(args.seed, "batch", agent.updates)
@@ -918,8 +913,8 @@ def explore(agent, obs, env_step, rng) -> np.ndarray:
 
 
 def take_step(agent, env, obs, env_step):
-    """One environment step. Between two episodes `obs` is None, and the environment is reset.
-    -> row of online_rb, next obs or None, statistics of the episode if it ended"""
+    """One environment step. If `obs` is None, an episode begins.
+    -> row of online_rb, next obs (None if the episode ended), its statistics if it ended"""
     rng = random_numbers(agent.args.seed, "step", env_step)
     if obs is None:
         obs, _ = env.reset(seed=int(rng.integers(2**31)))
@@ -959,12 +954,12 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
 
 
 def check_heldout(agent, progress) -> float:  # warm-up: overfitting
-    """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
+    """Error on held-out rows. If it is the smallest so far, keep a copy of the agent.
 
-    With bc the error is the distance of the actor's actions to those of the rows. Otherwise it is
-    the squared TD error of the critics over the variance of their targets, because the TD error
-    alone is smallest while all values are near 0. It shows critics that fit the held-out rows worse
-    than before. It does not show values that are too high everywhere: both parts grow with them."""
+    With bc it is the squared distance between the actions of actor and rows. Otherwise it is the
+    squared TD error of the critics, divided by the variance of their targets. Without the division
+    it would be smallest at the start, when all values are near 0. If all values are too high, TD
+    error and variance are large, and this error does not show it."""
     errors = agent.row_errors(progress.heldout)
     if agent.args.offline_objective == "bc":
         is_cloned = progress.heldout["is_cloned"]
@@ -982,7 +977,7 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
 # --- main ---
 @dataclass
 class Progress:
-    """The state of a run besides the agent and the buffers"""
+    """Counters of a run, numbers that are not logged yet, and what early stopping needs"""
 
     warmup_updates: int = 0
     is_online: bool = False  # the warm-up is over
@@ -1085,7 +1080,7 @@ def main(args: Args) -> dict[str, float]:
         try:
             transition, obs, episode = take_step(agent, env, obs, env_step)
         except BaseException:
-            save_run(state)  # keep what was learned
+            save_run(state)  # with the steps before this one
             raise
         progress.env_steps = env_step
         state.online_rb.extend(transition)
@@ -1152,9 +1147,11 @@ def log_line(state, row, bar):
     run = state.run
     progress = state.progress
     num_skipped = state.agent.skipped_steps.item()
-    if num_skipped - progress.newest["losses/skipped_steps"] > len(progress.losses) / 2:
+    newly_skipped = num_skipped - progress.newest["losses/skipped_steps"]
+    if newly_skipped > len(progress.losses) / 2:
         tqdm.write("warning: gradients are not finite, most updates are skipped: check the data")
-    steps_done = progress.global_step - run.rows[0]["global_step"]  # --learner begins above 0
+    # With --learner the first step is the last one of the warm-up.
+    steps_done = progress.global_step - run.rows[0]["global_step"]
     row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
     row |= {
         "charts/env_steps": progress.env_steps,
@@ -1172,7 +1169,7 @@ def log_line(state, row, bar):
 
 
 def print_switch(data_returns, policy_return):
-    """Say which had the higher return, the policy or its data (arXiv:2510.01460)."""
+    """Compare the returns of the policy and of the best source of data (arXiv:2510.01460)."""
     best = max(data_returns.values())
     advice = "the policy is better"
     if policy_return < best:
@@ -1256,12 +1253,10 @@ def make_gym_env(env_id):
     is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
     if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
-    spaces = {"state": env.observation_space}
-    if isinstance(env.observation_space, gym.spaces.Dict):
-        spaces = dict(env.observation_space)
+    spaces = getattr(env.observation_space, "spaces", {"state": env.observation_space})
     for key, space in spaces.items():
         is_box = isinstance(space, gym.spaces.Box)
-        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # not (D,) or (1,D)
+        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # (D,) or (1,D) fit
             sys.exit(f"{env_id} observes {key} as {space}: expected a Box with one axis")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
@@ -1287,20 +1282,19 @@ def env_units(env, actions) -> np.ndarray:
 
 
 def obs_statistics(space, obs):
-    """Mean and spread of the observations, or of the bounds of their space.  -> (D,), (D,)"""
+    """Mean and standard deviation of the observations; without any, the center and the half range
+    of their space.  -> (D,), (D,)"""
     is_bounded = space.high.astype(np.float64) - space.low < 1e6
     low = np.where(is_bounded, space.low, 0.0)
     high = np.where(is_bounded, space.high, 0.0)
-    half_range = (high - low) / 2  # 0 without bounds
-    if len(obs) == 0:
-        mean = (high + low) / 2
-        std = half_range
-    else:
-        # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
-        # make all other states huge, so the bounds limit the spread from below. They should be
-        # those of real observations: with +-1000 the spread is 300 or more.
+    mean = (high + low) / 2
+    std = (high - low) / 2  # 0 without bounds
+    if len(obs) > 0:
         mean = obs.mean(0, dtype=np.float64)  # sums of a million float32 rows would be wrong
-        std = np.maximum(obs.std(0, dtype=np.float64), 0.3 * half_range)
+        # A demonstration may have one state only, such as a pendulum that stands upright. All other
+        # states would then be huge numbers, so the standard deviation is at least 0.3 of the half
+        # range. With bounds of +-1000 it is at least 300: give the bounds of real observations.
+        std = np.maximum(obs.std(0, dtype=np.float64), 0.3 * std)
     return mean, np.where(std < 1e-6, 1.0, std)
 
 
@@ -1415,7 +1409,7 @@ def read_transitions(path) -> list[dict]:
 
 
 def to_column(values, obs_keys) -> np.ndarray:
-    """Numbers, vectors or dicts of vectors as float32. Axes of size 1 are removed.  -> (N,D)"""
+    """Numbers, vectors or dicts of vectors as float32  -> (N,D)"""
     if isinstance(values[0], dict):
         parts = [to_column([value[key] for value in values], obs_keys) for key in obs_keys]
         return np.concatenate(parts, axis=1)
@@ -1445,15 +1439,15 @@ def to_rows(transitions, env) -> np.ndarray:
                 f"{name} of row {i} is {values[i]}: expected {expected} finite numbers"
             )
         rows[column] = values.reshape(rows[column].shape)
-    # Without masks each end of an episode is a termination. Without dones only terminations end an
-    # episode here; split_episodes finds the other ends.
+    # Without masks each end of an episode is a termination. Without dones split_episodes finds the
+    # ends at a time limit: there the next row does not continue the episode.
     if "masks" not in given:
         rows["masks"] = 1 - rows["dones"]
     if "dones" not in given:
         rows["dones"] = 1 - rows["masks"]
-    if (rows["masks"] < 0).any() or (rows["masks"] > 1).any():
+    if rows["masks"].min() < 0 or rows["masks"].max() > 1:
         raise ValueError("masks must be from 0 to 1")
-    if (rows["weights"] <= 0).any():
+    if rows["weights"].min() <= 0:  # NaN if the file has none
         raise ValueError("weights must be above 0")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
     rows["actions"] = rows["actions"].clip(-1, 1)
@@ -1478,11 +1472,11 @@ def read_source(path, env) -> np.ndarray:
 
 
 def split_episodes(rows) -> list[np.ndarray]:
-    """Split where an episode ended, and where a row does not continue the row before it. The next
-    observation of that row may differ by rounding: by a thousandth of the spread of the data."""
+    """Split where an episode ended, and where a row does not continue the row before it: where obs
+    differs from the last next_obs by more than a thousandth of the standard deviation."""
     ends = (rows["dones"] > 0) | (rows["masks"] == 0)
-    spread = rows["obs"].std(0)
-    continues = np.isclose(rows["next_obs"][:-1], rows["obs"][1:], rtol=1e-5, atol=1e-3 * spread)
+    tolerance = 1e-3 * rows["obs"].std(0)
+    continues = np.isclose(rows["next_obs"][:-1], rows["obs"][1:], rtol=1e-5, atol=tolerance)
     ends[:-1] |= ~continues.all(1)
     return np.split(rows, np.flatnonzero(ends[:-1]) + 1)
 
@@ -1494,8 +1488,8 @@ def load_offline_data(args, env):
         "suboptimal": args.suboptimal_data_path,
         "random": args.random_data_path,
     }
-    if args.learner:
-        paths = {"demos": [args.demo_path] if args.demo_path else []}
+    if args.learner and args.demo_path:
+        paths["demos"] = [args.demo_path]
     episodes = {}
     for source, source_paths in paths.items():
         for path in source_paths:
@@ -1518,7 +1512,7 @@ def load_offline_data(args, env):
     for source, source_episodes in episodes.items():
         returns = [episode["rewards"].sum() for episode in source_episodes]
         mean_returns[source] = float(np.mean(returns))
-        if not args.learner:  # the rows that a warm-up kept are not whole episodes
+        if not args.learner:  # the kept rows of a warm-up are not whole episodes
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
             if np.median([len(episode) for episode in source_episodes]) == 1:
                 print(f"warning: {source}: most episodes have one row: are the rows shuffled?")
@@ -1713,33 +1707,33 @@ LEARNER = dict(  # --learner takes all other options from the first command
 )
 
 
-def saved_options(typed: FirstOptions) -> dict:
+def saved_options(first: FirstOptions) -> dict:
     """Options of the run that --resume continues, or of the warm-up that --learner continues"""
     saved = {}
-    path = Path(typed.run_dir or "", "args.json")
-    if typed.resume and typed.run_dir and path.exists():
+    path = Path(first.run_dir or "", "args.json")
+    if first.resume and first.run_dir and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8")) | dict(resume=True)
-    elif typed.learner and typed.checkpoint_path:
-        saved = read_checkpoint(typed.checkpoint_path)["args"] | LEARNER
-        saved["checkpoint_path"] = typed.checkpoint_path
+    elif first.learner and first.checkpoint_path:
+        saved = read_checkpoint(first.checkpoint_path)["args"] | LEARNER
+        saved["checkpoint_path"] = first.checkpoint_path
     return saved
 
 
 def parse_args() -> Args:
     """The defaults are the saved options, if there are any, else those of task and preset."""
-    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    saved = saved_options(typed)
-    # This skips the checks, because a typed option may correct a saved one.
+    first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    saved = saved_options(first)
+    # Without __init__ there are no checks: the command line may correct a saved option.
     defaults = object.__new__(Args)
-    vars(defaults).update(asdict(Args()) | (saved or default_options(typed.env_id, typed.preset)))
+    vars(defaults).update(asdict(Args()) | (saved or default_options(first.env_id, first.preset)))
     args = tyro.cli(Args, description=__doc__, default=defaults)
     if saved and args.preset != saved["preset"]:
         sys.exit(
-            f"--preset cannot change here from {saved['preset']}: type the options that differ"
+            f"--preset cannot change here from {saved['preset']}: give the options that differ"
         )
     for name, value in asdict(args).items():
         if saved and name not in LEARNER and value != saved[name]:
-            print(f"changed: --{name.replace('_', '-')} {saved[name]} -> {value}")
+            print(f"changed: {flag(name)} {saved[name]} -> {value}")
     return args
 
 
@@ -1784,7 +1778,7 @@ def start_run(args, env, device) -> State:
         mean, std = obs_statistics(env.observation_space, rows["obs"])
         agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
 
-    # The folder is made here, so a file that cannot be used leaves nothing behind.
+    # The folder is made after all files were read: if one cannot be used, there is no new folder.
     if args.exp_name and not args.run_dir:
         name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
         args = replace(args, run_dir=f"runs/{name}")
@@ -1798,8 +1792,7 @@ def start_run(args, env, device) -> State:
 
 
 def hand_over(agent, offline_rb, env):
-    """Write the two files that --learner reads. A run that is killed here comes back with --resume.
-    The agent is written last: if it is there, both files are complete."""
+    """Write the two files that --learner reads, the agent last: if it exists, both are complete."""
     checkpoint_path = Path(agent.args.checkpoint_path)
     kept_rows_path = Path(agent.args.kept_rows_path())
     if not checkpoint_path.exists():
@@ -1821,16 +1814,15 @@ def save_run(state):
     write_checkpoint(state.run.dir / "latest.pth", checkpoint)
 
 
-# Options that are in a checkpoint: --learner cannot change the first ones, --resume none of them.
+# A checkpoint depends on these options. --learner and --resume cannot change the first ones, and
+# --resume cannot change the others.
 FIXED_NETWORKS = "hidden_size layer_norm num_critics init_alpha".split()
-FIXED = (
-    FIXED_NETWORKS
-    + (
-        "env_id offline_data_path suboptimal_data_path random_data_path demo_path checkpoint_path "
-        "learner demo_weight success_weight_bonus gamma buffer_size use_prioritized_replay "
-        "priority_alpha warmup_steps early_stop_patience offline_objective retention_ratio retention_by"
-    ).split()
-)
+OTHER_FIXED = (
+    "env_id offline_data_path suboptimal_data_path random_data_path demo_path checkpoint_path "
+    "learner demo_weight success_weight_bonus gamma buffer_size use_prioritized_replay "
+    "priority_alpha warmup_steps early_stop_patience offline_objective retention_ratio "
+    "retention_by"
+).split()
 
 
 def refuse_changes(args, saved: dict, names):
@@ -1842,7 +1834,7 @@ def refuse_changes(args, saved: dict, names):
 def load_run(args, env, device) -> State:
     """Continue a run from its latest.pth."""
     saved = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
-    refuse_changes(args, saved["agent"]["args"], FIXED)
+    refuse_changes(args, saved["agent"]["args"], FIXED_NETWORKS + OTHER_FIXED)
     agent = WarmupAgent.load(saved["agent"], device, args)
     progress = Progress(**saved["progress"])
     for losses in progress.losses:

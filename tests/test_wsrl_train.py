@@ -824,7 +824,7 @@ def test_data_files_that_would_not_be_read_are_refused_with_the_reason():
     learner = dict(learner=True, checkpoint_path="w", demo_path="x.pkl")
     with pytest.raises(ValueError, match="--learner"):
         Args(**learner, offline_data_path=["a.npz"])
-    with pytest.raises(ValueError, match="no warm-up"):
+    with pytest.raises(ValueError, match="--warmup-steps or --retention-ratio"):
         Args(**PRESETS["scratch"], offline_data_path=["a.npz"])
 
 
