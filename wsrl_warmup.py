@@ -34,7 +34,8 @@ The method is a preset, which sets the defaults of other options (--preset):
     design   plain SAC offline, weighted losses, prioritized draws; online, half or more of each
              batch are offline rows that were kept
     wsrl     after the paper: Cal-QL offline, then steps with the frozen policy, then SAC with ten
-             critics and four updates per step, without offline rows (the page lists differences)
+             critics and four updates per step, without offline rows (docs/wsrl_warmup.md lists
+             what differs from the code of WSRL)
     rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
     bc       clones the demonstrations, then SAC; the first online actions have a random standard
              deviation, because cloning does not train it
@@ -575,7 +576,7 @@ class WarmupAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """The mean over all rows of conservative_gap, with actions of three distributions"""
+        """The mean of conservative_gap over all rows. Row weights do not apply to it."""
         num_rows = len(features)
         shape = (self.NUM_CQL_ACTIONS, num_rows, self.action_dim)
         with torch.no_grad():
@@ -1518,7 +1519,7 @@ def load_offline_data(args, env):
                 print(f"warning: {source}: most episodes have one row: are the rows shuffled?")
     training = sum(episodes.values(), [])
     heldout = []
-    if args.early_stop_patience and not args.learner:
+    if args.early_stop_patience and not args.learner:  # warm-up: overfitting
         training, heldout = hold_out(training, args.offline_objective == "bc")
     no_rows = np.zeros(0, make_row_dtype(env))  # np.concatenate needs an array
     return np.concatenate([no_rows, *training]), np.concatenate([no_rows, *heldout]), mean_returns
