@@ -7,43 +7,51 @@
 
     read the offline data, give each row a weight                       (load_offline_data)
     warm-up, `warmup_steps` times:                                      (main, first loop)
-        draw a batch of offline rows                                    (sample_mixed)
-        update critics, actor, temperature and target networks          (agent.update)
-    keep the best offline rows, release the others                      (end_warmup)
+        draw a batch of offline rows, update the networks               (learn)
+    keep the offline rows with the largest TD errors                    (end_warmup)
     online, `online_steps` times:                                       (main, second loop)
         take a step in the environment, store it in online_rb           (take_step)
         `utd_ratio` times:
-            draw a batch from both buffers, update; the actor only the last time    (learn)
+            draw a batch of offline and online rows, update             (learn)
 
-The SAC core is that of sac_hybrid.py. What is added, each with its marker in the code:
+`learn` draws with sample_mixed and trains critics, actor, temperature and target networks with
+agent.update. Online, actor and temperature are trained in the last update after each step only.
+
+The SAC core is that of sac_hybrid.py. Comments mark what is added:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
     warm-up: cloning       - the actor imitates the demonstrations, or else the best rows
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the offline updates here. In the WSRL paper it means the first online steps, with a
-frozen policy: these are --warmup-rollout-steps.
+"Warm-up" means the updates before the first online step. In the WSRL paper it means the first
+online steps, in which the policy is frozen: they are --warmup-rollout-steps here.
 
 A run can be split into two commands. The first one (--checkpoint-path) does the warm-up, writes the
 agent and the kept rows, and ends. The second one (--learner) reads both and trains online.
 
---preset chooses the method: a set of defaults for other options.
-    design   the default: plain SAC offline, weighted losses, prioritized draws; the best offline
-             rows are kept and are a part of every online batch
-    wsrl     as in the paper: Cal-QL offline, first online steps with the frozen policy, no offline
-             rows online, ten critics, four updates per step
+The method is a preset, which sets the defaults of other options (--preset):
+    design   plain SAC offline, weighted losses, prioritized draws; online, half or more of each
+             batch are offline rows that were kept
+    wsrl     after the paper: Cal-QL offline, then steps with the frozen policy, then SAC with ten
+             critics and four updates per step, without offline rows (docs/wsrl_warmup.md lists
+             what differs from the code of WSRL)
     rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
-    bc       clones the demonstrations first
+    bc       clones the demonstrations, then SAC; the first online actions have a random standard
+             deviation, because cloning does not train it
     scratch  uses no offline data
-Only the command line applies a preset. In Python, write Args(**default_options(env_id, "wsrl")).
 
-Plain SAC can overestimate actions that the data lack, above all if the data are poor. The options
---offline-objective cql, calql and bc reduce this. The TD loss here lacks the factor 1/2 of the CQL
-paper, so --cql-alpha 1 is an alpha of 0.5 there.
+An option has the value of the command line, else that of the preset, else that of PENDULUM (only in
+the built-in task), else that of Args. In Python, Args(preset="wsrl") sets no other option: write
+Args(**default_options(env_id, "wsrl")). A run prints where it differs from its preset.
 
-Row weights change the offline share of the loss. A successful demonstration weighs up to 4.5, an
-online row 1.0: if half of a batch are such rows, about 80 % of the loss are theirs.
+Plain SAC can overestimate actions that are not in the data, above all if the data are poor. CQL,
+Cal-QL and cloning reduce this (--offline-objective). The TD loss here has no factor 1/2, which it
+has in the CQL paper: --cql-alpha 1 is an alpha of 0.5 there.
+
+Row weights change how much the offline rows contribute to a loss. A successful demonstration has a
+weight of up to 4.5, an online row of 1. If half of a batch are such demonstrations, about 80 % of
+the loss comes from them.
 
 What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
 bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
@@ -90,7 +98,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 BUILT_IN = "Pendulum-v1"
-PENDULUM = dict(  # the command line takes these defaults for the built-in task
+PENDULUM = dict(  # default options for the built-in task; they replace those in Args
     warmup_steps=1_500,
     online_steps=2_000,
     lr=1e-3,
@@ -101,9 +109,8 @@ PENDULUM = dict(  # the command line takes these defaults for the built-in task
     buffer_size=50_000,
     eval_every=200,
 )
-PENDULUM_WSRL = dict(warmup_rollout_steps=500)  # of 2,000 online steps
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
-PRESETS = {  # what differs from the defaults
+PRESETS = {  # default options of each method; they replace those in Args and PENDULUM
     "design": {},
     "wsrl": dict(
         offline_objective="calql",
@@ -124,9 +131,7 @@ PRESETS = {  # what differs from the defaults
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    # Clone, then SAC with half of each batch offline (arXiv:2603.27400). Cloning trains the mean
-    # action only: the standard deviation is untrained when the online steps begin.
-    "bc": dict(
+    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -141,6 +146,15 @@ PRESETS = {  # what differs from the defaults
         **UNWEIGHTED,
     ),
 }
+CONSERVATIVE = ("cql", "calql")  # objectives with a conservative term
+POSITIVE = (
+    "num_threads save_every eval_every eval_episodes hidden_size batch_size lr utd_ratio "
+    "num_critics init_alpha buffer_size reward_scale demo_weight success_weight_bonus"
+).split()
+AT_MOST_ONE = (
+    "dropout gamma tau initial_offline_ratio offline_decay_rate min_offline_ratio retention_ratio "
+    "priority_alpha"
+).split()
 
 
 # --- args ---
@@ -161,8 +175,8 @@ class Args:
     wandb_project_name: str = "stale-experience"  # project name in wandb
     preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
     checkpoint_path: str | None = None  # file for the agent after the warm-up (read if --learner)
-    demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl in that folder)
-    learner: bool = False  # second command: read checkpoint_path and demo_path, train online
+    demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl, same folder)
+    learner: bool = False  # second command: train online from checkpoint_path and demo_path
     make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
     expert_path: str | None = None  # final_model.pth of the expert of --make-data (None: a script)
     # task
@@ -170,26 +184,26 @@ class Args:
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
     suboptimal_data_path: list[str] = field(default_factory=list)  # other episodes, row weight 1.0
     random_data_path: list[str] = field(default_factory=list)  # random actions, row weight 0.5
-    demo_weight: float = 2.0  # row weight of demonstrations (not if the file has weights)
+    demo_weight: float = 2.0  # row weight of demonstrations; weights in a file replace it
     success_weight_bonus: float = 1.5  # factor on the row weights of successful episodes
     reward_scale: float = 1.0  # factor on rewards in updates, not on logged returns
     # model
     hidden_size: int = 256  # width of actor and critics
     layer_norm: bool = True  # LayerNorm in actor and critics
-    dropout: float = 0.0  # share of hidden units dropped in updates of the actor, also online
+    dropout: float = 0.0  # dropout rate in the updates of the actor, offline and online
     # rollout
     warmup_steps: int = 50_000  # offline updates before the first environment step
-    warmup_rollout_steps: int = 0  # first online steps, which only collect data (untrained: random)
+    warmup_rollout_steps: int = 0  # first online steps, without updates (at random if untrained)
     online_steps: int = 100_000  # environment steps (0: end after the warm-up)
     # optimization
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
-    obs_noise: float = 0.0  # noise on observations in the warm-up, after normalization
-    early_stop_patience: int = 0  # hold out 1/10; end after so many of 20 checks without a new best
+    obs_noise: float = 0.0  # std of noise on normalized observations in the warm-up
+    early_stop_patience: int = 0  # stop after this many of 20 checks without improvement (0: off)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
-    utd_ratio: int = 1  # updates per environment step; the last one includes the actor
+    utd_ratio: int = 1  # updates per environment step; only the last one trains the actor
     num_critics: int = 2  # size of the ensemble
     init_alpha: float = 0.1  # temperature at the start
     offline_objective: Literal["sac", "cql", "calql", "bc"] = "sac"  # objective of the warm-up
@@ -198,11 +212,11 @@ class Args:
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
     initial_offline_ratio: float = 1.0  # offline share of a batch when the online steps begin
-    offline_decay_rate: float = 0.999  # factor on this share per online step, also without updates
+    offline_decay_rate: float = 0.999  # factor on this share per online step
     min_offline_ratio: float = 0.5  # lower bound of this share
     retention_ratio: float = 0.2  # share of the offline rows that is kept after the warm-up
     retention_by: Literal["td_error", "reward", "quality"] = "td_error"  # highest values are kept
-    weighted_loss: Literal["none", "critic", "both"] = "both"  # losses that use the row weights
+    weighted_loss: Literal["none", "critic", "both"] = "both"  # losses with row weights
     use_prioritized_replay: bool = True  # draw rows with a large TD error more often
     priority_alpha: float = 0.6  # 0: uniform draws, 1: in proportion to the TD error
 
@@ -213,29 +227,21 @@ class Args:
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                option = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{option}: must be finite and not negative")
-        for name in (
-            "num_threads", "save_every", "eval_every", "eval_episodes", "hidden_size", "batch_size",
-            "lr", "utd_ratio", "num_critics", "init_alpha", "buffer_size", "reward_scale",
-            "demo_weight", "success_weight_bonus",
-        ):  # fmt: skip
-            if getattr(self, name) == 0:
-                raise ValueError(f"--{name.replace('_', '-')} 0: must be positive")
-        for name in (
-            "dropout", "gamma", "tau", "initial_offline_ratio", "offline_decay_rate",
-            "min_offline_ratio", "retention_ratio", "priority_alpha",
-        ):  # fmt: skip
-            if getattr(self, name) > 1:
-                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
-                raise ValueError(f"{option}: must be in [0, 1]")
+            if isinstance(value, int | float):
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"{flag(name)} {value}: must be finite and not negative")
+                if value == 0 and name in POSITIVE:
+                    raise ValueError(f"{flag(name)} {value}: must be positive")
+                if value > 1 and name in AT_MOST_ONE:
+                    raise ValueError(f"{flag(name)} {value}: must be in [0, 1]")
         if self.min_offline_ratio > self.initial_offline_ratio:
             raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
         if 0 < self.online_steps <= self.warmup_rollout_steps:
             raise ValueError("--online-steps must be above --warmup-rollout-steps, or 0")
         if self.resume and not self.run_dir:
             raise ValueError("--resume needs --run-dir")
+        if self.cql_alpha != Args.cql_alpha and self.offline_objective not in CONSERVATIVE:
+            raise ValueError("--cql-alpha needs --offline-objective cql or calql")
         if self.expert_path and not self.make_data:
             raise ValueError("--expert-path needs --make-data")
         if (self.learner or self.demo_path) and not self.checkpoint_path:
@@ -243,35 +249,35 @@ class Args:
         if self.checkpoint_path and Path(self.checkpoint_path) == Path(self.kept_rows_path()):
             raise ValueError("--checkpoint-path and --demo-path must be two files")
         data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
-        if data_paths and not self.needs_data():
-            raise ValueError("the data files would not be read: there is no warm-up")
         if self.learner:
+            if data_paths:
+                raise ValueError("--learner reads only --demo-path, not the other data files")
             if not self.online_steps:
                 raise ValueError("--learner needs --online-steps")
-            if self.initial_offline_ratio and not self.demo_path:
-                raise ValueError("--learner needs --demo-path or --initial-offline-ratio 0")
-            if self.demo_path and not self.initial_offline_ratio:
-                raise ValueError("--demo-path needs an --initial-offline-ratio above 0")
-            return
+            if bool(self.demo_path) != (self.initial_offline_ratio > 0):
+                raise ValueError("--learner needs either --demo-path or --initial-offline-ratio 0")
+            return  # the warm-up is over
+        if not self.needs_data() and (data_paths or self.bc_weight):
+            raise ValueError(
+                "data files and --bc-weight need --warmup-steps or --retention-ratio above 0"
+            )
         if self.initial_offline_ratio and not self.retention_ratio:
             raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
         if not self.warmup_steps:
             if self.checkpoint_path or self.early_stop_patience or not self.online_steps:
                 raise ValueError(
-                    "--warmup-steps 0 excludes --checkpoint-path, --early-stop-patience "
-                    "and --online-steps 0"
+                    "--checkpoint-path, --early-stop-patience and --online-steps 0 need "
+                    "--warmup-steps above 0"
                 )
             if 0 < self.retention_ratio < 1 and self.retention_by == "td_error":
-                raise ValueError(
-                    "--warmup-steps 0: an untrained critic cannot choose the kept rows"
-                )
+                raise ValueError("--retention-by td_error needs --warmup-steps above 0")
 
     def needs_data(self) -> bool:
-        """Without a warm-up, data are still needed if they are kept for the online batches."""
+        """Whether offline rows are used: in a warm-up, or in the online batches"""
         return not self.learner and (self.warmup_steps > 0 or self.retention_ratio > 0)
 
     def ends_after_warmup(self) -> bool:
-        """Whether this is the first of two commands"""
+        """Whether this is the first of two commands: --checkpoint-path without --learner"""
         return self.checkpoint_path is not None and not self.learner
 
     def kept_rows_path(self) -> str:
@@ -294,7 +300,8 @@ def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
 
 
 def add_dropout(network, dropout):  # warm-up: overfitting
-    """Put dropout behind each ReLU. The layers keep their names, so every checkpoint fits."""
+    """Put dropout behind each ReLU. The weights keep their names: an agent without dropout can load
+    the weights of an agent with dropout."""
     for i, layer in enumerate(network):
         if isinstance(layer, nn.ReLU):
             network[i] = nn.Sequential(layer, nn.Dropout(dropout))
@@ -335,7 +342,7 @@ class QEnsemble(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Subtract the mean of the observations, divide by their spread.  (N,D) -> (N,D)"""
+    """Subtract the mean of the observations, divide by their standard deviation.  -> (N,D)"""
 
     def __init__(self, mean, std):
         super().__init__()
@@ -387,9 +394,8 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
 def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
-    A time limit cuts this sum off. With constant rewards and gamma 0.99, |G| is 37 % too small 100
-    steps before the cut. If rewards are negative, as in Pendulum, G is then too high, and Cal-QL is
-    less conservative."""
+    The sum ends at a time limit, where the value of the next state is not 0. If all rewards are
+    negative, as in Pendulum, G is therefore too high, and Cal-QL is less conservative."""
     returns = np.zeros(len(rewards))
     next_return = 0.0
     for t in reversed(range(len(rewards))):
@@ -454,10 +460,10 @@ class WarmupAgent(nn.Module):
     rewards, masks, returns    (N,)   masks: 0 where the episode terminated; returns: return_to_go
     critic_weights             (N,)   in the loss of the critics, with a mean of 1
     actor_weights              (N,)   in the loss of the actor, with a mean of 1
-    is_cloned                  (N,)   1 on rows that cloning imitates, see rate_episodes
+    is_cloned                  (N,)   1 on rows that cloning imitates (rate_episodes)
 
-    `update` gets rewards and returns times reward_scale, see sample_mixed. `judge` gets rows of a
-    buffer and scales the rewards itself.
+    For `update`, sample_mixed has multiplied rewards and returns by reward_scale. `row_errors` gets
+    rows of a buffer and scales their rewards itself.
     """
 
     NUM_CQL_ACTIONS = 4  # from each of: uniform, policy at s, policy at s'
@@ -501,8 +507,8 @@ class WarmupAgent(nn.Module):
 
     def update(self, batch: dict, train_actor: bool = True, method: str = "sac") -> dict:
         args = self.args
-        # The seed depends on the number of the update, so a resumed run needs no saved RNG state.
-        # All devices are seeded, because dropout draws on the device of the network.
+        # The seed depends on the number of the update: a resumed run draws the same numbers. It is
+        # set on all devices, because dropout draws on the device of the network.
         torch.manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
@@ -511,7 +517,7 @@ class WarmupAgent(nn.Module):
             next_features = self.normalizer(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
             next_noise = self.noise(next_mean)
-            if method == "bc":  # warm-up: cloning; it does not train the std, so take the mean
+            if method == "bc":  # warm-up: cloning; the std is not trained: take the mean action
                 next_noise = torch.zeros_like(next_noise)
             next_actions, _ = tanh_normal(next_mean, next_std, next_noise)
             next_q = self.critic_target(next_features, next_actions)  # (E,N)
@@ -527,7 +533,7 @@ class WarmupAgent(nn.Module):
         # warm-up: weights
         critic_losses = {"critic_loss": (batch["critic_weights"] * td_errors.square()).mean()}
 
-        if method in ("cql", "calql") and args.cql_alpha:  # warm-up: conservative
+        if method in CONSERVATIVE and args.cql_alpha:  # warm-up: conservative
             gap = self.conservative_term(batch, features, next_features, q_values, method)
             critic_losses["cql_loss"] = args.cql_alpha * gap
 
@@ -536,27 +542,27 @@ class WarmupAgent(nn.Module):
         # 2 actor and temperature
         actor_losses = {}
         if train_actor:
-            alpha = self.alpha()
             self.actor.train()  # warm-up: overfitting; dropout is active only here
             mean, std = self.policy(features)
             self.actor.eval()
-            actions, logprobs = tanh_normal(mean, std, self.noise(mean))
-            # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
-            objective = self.critic(features, actions).mean(0) - alpha.detach() * logprobs
-            entropy = -logprobs.detach().mean()
-            # warm-up: weights
-            actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
-            actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
-
-            # warm-up: cloning; the mean over the cloned rows, however few the batch has
+            # warm-up: cloning; the weighted mean over the cloned rows, however few the batch has
             distance = (mean.tanh() - batch["actions"]).square().sum(1)  # (N,)
-            num_cloned_rows = batch["is_cloned"].sum().clamp(min=1)
-            bc_loss = (batch["actor_weights"] * batch["is_cloned"] * distance).sum()
-            bc_loss = bc_loss / num_cloned_rows
-            if method == "bc":  # replaces the losses of SAC, that of the temperature, too
-                actor_losses = {"actor_loss": bc_loss}
-            elif args.bc_weight:
-                actor_losses["bc_loss"] = args.bc_weight * bc_loss
+            clone_weights = batch["actor_weights"] * batch["is_cloned"]
+            bc_loss = (clone_weights * distance).sum() / clone_weights.sum().clamp(min=1e-8)
+
+            if method == "bc":  # warm-up: cloning; neither std nor temperature is trained
+                actor_losses["actor_loss"] = bc_loss
+            else:
+                alpha = self.alpha()
+                actions, logprobs = tanh_normal(mean, std, self.noise(mean))
+                # SAC takes the minimum of the critics here. RLPD and HIL-SERL take the mean.
+                objective = self.critic(features, actions).mean(0) - alpha.detach() * logprobs
+                entropy = -logprobs.detach().mean()
+                # warm-up: weights
+                actor_losses["actor_loss"] = -(batch["actor_weights"] * objective).mean()
+                actor_losses["alpha_loss"] = alpha * (entropy - self.target_entropy)
+                if args.bc_weight:  # warm-up: cloning
+                    actor_losses["bc_loss"] = args.bc_weight * bc_loss
 
             self.skipped_steps += gradient_step(sum(actor_losses.values()), self.actor_optimizer)
 
@@ -570,14 +576,14 @@ class WarmupAgent(nn.Module):
         return {name: value.detach() for name, value in stats.items()}
 
     def conservative_term(self, batch, features, next_features, q_values, method):
-        """Mean gap of CQL or Cal-QL. It has no weights of rows; only the TD loss has them."""
+        """The mean of conservative_gap over all rows. Row weights do not apply to it."""
         num_rows = len(features)
         shape = (self.NUM_CQL_ACTIONS, num_rows, self.action_dim)
         with torch.no_grad():
             uniform = 2 * torch.rand(shape).to(features) - 1
             actions = [uniform]
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
-            for states in (features, next_features):  # the actions are tried in s, not in s'
+            for states in (features, next_features):  # pi(s) and pi(s'), all evaluated in s
                 mean, std = self.policy(states)
                 sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
                 actions.append(sampled)
@@ -586,40 +592,45 @@ class WarmupAgent(nn.Module):
         log_densities = torch.cat(log_densities)  # (M,N)
         action_q = self.critic(features.repeat(len(actions), 1), actions.flatten(0, 1))
         action_q = action_q.unflatten(1, (-1, num_rows))  # (E,M,N)
-        if method == "calql":  # raise the values of the policy's actions to the return of the data
+        if method == "calql":  # Q of the policy's actions is at least the return of the data
             uniform_q, policy_q = action_q.split([len(uniform), 2 * len(uniform)], 1)
             action_q = torch.cat([uniform_q, policy_q.maximum(batch["returns"])], 1)
         return conservative_gap(action_q, log_densities, q_values).mean()
 
     @torch.no_grad()
-    def judge(self, batch) -> dict:
-        """Errors on rows of a buffer. Nothing is trained, and nothing is random.
+    def row_errors(self, columns) -> dict:
+        """Errors on rows of a buffer, given as tensors. Nothing is trained, and nothing is random.
 
-        td_errors       (E,N)  for the mean action in the next state
+        td_errors       (E,N)  the next action is the mean action
         targets         (N,)
         clone_errors    (N,)   squared distance between the mean action and the action of the row
         """
-        features = self.normalizer(batch["obs"])
-        next_features = self.normalizer(batch["next_obs"])
-        next_mean, _ = self.policy(next_features)
-        next_q = self.critic_target(next_features, next_mean.tanh())
-        # The minimum is over as many critics as in training, here always the first ones.
-        next_value = next_q[: self.args.num_sampled_critics].min(0).values
-        rewards = self.args.reward_scale * batch["rewards"]
-        targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
-        q_values = self.critic(features, batch["actions"])
-        mean, _ = self.policy(features)
-        return {
-            "td_errors": q_values - targets,
-            "targets": targets,
-            "clone_errors": (mean.tanh() - batch["actions"]).square().sum(1),
-        }
+        parts = []
+        for start in range(0, len(columns["rewards"]), 4096):  # all rows may not fit into memory
+            end = start + 4096
+            batch = {name: x[start:end].to(self.raw_alpha.device) for name, x in columns.items()}
+            features = self.normalizer(batch["obs"])
+            next_features = self.normalizer(batch["next_obs"])
+            mean, _ = self.policy(features)
+            next_mean, _ = self.policy(next_features)
+            next_q = self.critic_target(next_features, next_mean.tanh())
+            # The minimum is over as many critics as in training, here always the first ones.
+            next_value = next_q[: self.args.num_sampled_critics].min(0).values
+            rewards = self.args.reward_scale * batch["rewards"]
+            targets = td_target(rewards, batch["masks"], next_value, self.args.gamma)
+            errors = {
+                "td_errors": self.critic(features, batch["actions"]) - targets,
+                "targets": targets,
+                "clone_errors": (mean.tanh() - batch["actions"]).square().sum(1),
+            }
+            parts.append(errors)
+        return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in errors}
 
     @torch.no_grad()
     def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
         """The action tanh(mean + noise * std).  (D,) -> (C,) in [-1,1]"""
-        features = self.normalizer(torch.from_numpy(obs)[None].to(self.raw_alpha.device))
-        mean, std = self.policy(features)
+        obs = torch.as_tensor(obs, dtype=torch.float32, device=self.raw_alpha.device)
+        mean, std = self.policy(self.normalizer(obs[None]))
         return (mean.cpu() + std.cpu() * noise)[0].tanh().numpy()
 
     def checkpoint(self) -> dict:
@@ -634,7 +645,7 @@ class WarmupAgent(nn.Module):
         return copy.deepcopy(state)
 
     def restore(self, checkpoint):
-        """Take over weights, optimizers and counters. The options stay as they are."""
+        """Load weights, optimizers and counters. This agent keeps its options."""
         self.load_state_dict(checkpoint["model"])
         for name in ("critic_optimizer", "actor_optimizer"):
             optimizer = getattr(self, name)
@@ -643,50 +654,44 @@ class WarmupAgent(nn.Module):
         self.updates = checkpoint["updates"]
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, device, args):
-        """The agent of a checkpoint, which goes on with these options"""
+    def load(cls, checkpoint, device="cpu", args=None):
+        """The agent of final_model.pth, given as a path or as a loaded dict. It goes on with the
+        options `args`, or with those of the file."""
+        if not isinstance(checkpoint, dict):
+            checkpoint = read_checkpoint(checkpoint)
         mean = checkpoint["model"]["normalizer.mean"]
         std = checkpoint["model"]["normalizer.std"]
+        args = args or Args(**checkpoint["args"])
         agent = cls(mean, std, checkpoint["action_dim"], device, args)
         agent.restore(checkpoint)
         return agent
 
-    @classmethod
-    def load(cls, path, device="cpu"):
-        """The agent of final_model.pth. Sizes and options come from the file."""
-        checkpoint = read_checkpoint(path)
-        return cls.from_checkpoint(checkpoint, device, Args(**checkpoint["args"]))
-
 
 # --- row weights ---
 def rate_episodes(args, episodes: dict[str, list]):
-    """Fill the columns that a data file lacks, which are NaN. `episodes` has a list per source."""
-    every_episode = sum(episodes.values(), [])
-    if not every_episode:
+    """Compute weights, quality, returns and is_cloned where a file does not have them (NaN).
+    `episodes` has a list per source."""
+    pairs = [(source, episode) for source, many in episodes.items() for episode in many]
+    if not pairs:
         return
     source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
-    returns = [episode["rewards"].sum() for episode in every_episode]
+    returns = [episode["rewards"].sum() for _, episode in pairs]
     return_range = (min(returns), max(returns))
-    max_length = max(map(len, every_episode))
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            quality = compute_data_quality(episode, return_range, max_length)
-            # A file has no info of the environment, which says at evaluations what success is.
-            success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-            bonus = args.success_weight_bonus if success else 1.0
-            # warm-up: weights; a quality of 0.5 is neutral
-            fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
-            fill_in(episode, "quality", quality)
-            fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations, or else the quarter of the rows with the
-    # best quality, and rows that are as good as the last of them.
-    limit = np.quantile(np.concatenate(every_episode)["quality"], 0.75)
-    for source, source_episodes in episodes.items():
-        for episode in source_episodes:
-            if "demos" in episodes:
-                fill_in(episode, "is_cloned", source == "demos")
-            else:
-                fill_in(episode, "is_cloned", episode["quality"] >= limit)
+    max_length = max(len(episode) for _, episode in pairs)
+    for source, episode in pairs:
+        quality = compute_data_quality(episode, return_range, max_length)
+        success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
+        bonus = args.success_weight_bonus if success else 1.0
+        # warm-up: weights; a quality of 0.5 is neutral
+        fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
+        fill_in(episode, "quality", quality)
+        fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations. Without them, it imitates the quarter of the
+    # rows with the best quality, and more rows if their quality equals the lowest of these.
+    limit = np.quantile(np.concatenate([episode["quality"] for _, episode in pairs]), 0.75)
+    for source, episode in pairs:
+        is_cloned = source == "demos" if "demos" in episodes else episode["quality"] >= limit
+        fill_in(episode, "is_cloned", is_cloned)
 
 
 def fill_in(episode, column, values):
@@ -694,14 +699,14 @@ def fill_in(episode, column, values):
 
 
 def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Hold out every tenth episode. For a clone only the episodes that it imitates count.
+    """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
     -> training episodes, held-out episodes"""
     candidates = []
     for i, episode in enumerate(episodes):
         if not is_clone or episode["is_cloned"].any():
             candidates.append(i)
     if len(candidates) < 10:
-        sys.exit(f"--early-stop-patience needs ten episodes: {len(candidates)} can be held out")
+        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
     heldout = set(candidates[9::10])
     training = [episode for i, episode in enumerate(episodes) if i not in heldout]
     return training, [episodes[i] for i in sorted(heldout)]
@@ -709,8 +714,8 @@ def hold_out(episodes, is_clone):  # warm-up: overfitting
 
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
-    """A ring of rows. With alpha 0 the draws are uniform, else rows with a large TD error are
-    drawn more often: in proportion to (|TD error| + 1e-6)^alpha (arXiv:1511.05952)."""
+    """The newest rows replace the oldest. A row is drawn with a probability in proportion to
+    (|TD error| + 1e-6)^alpha (arXiv:1511.05952). With alpha 0 the draws are uniform."""
 
     def __init__(self, capacity, dtype, alpha):
         self.rows = np.zeros(capacity, dtype)
@@ -723,7 +728,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return min(self.num_written, len(self.rows))
 
     def extend(self, rows):
-        """Write rows after the newest one. They have the highest priority until they are drawn."""
+        """Write rows after the newest one, with the highest priority that any row has had."""
         slots = (self.num_written + np.arange(len(rows))) % max(1, len(self.rows))
         self.rows[slots] = rows
         self.priorities[slots] = self.max_priority
@@ -756,7 +761,7 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return kept
 
     def state_dict(self):
-        """The written part of the ring"""
+        """The rows that were written, and their priorities"""
         return dict(
             rows=torch.from_numpy(self.rows[: len(self)].view(np.uint8)),
             priorities=torch.from_numpy(self.priorities[: len(self)]),
@@ -780,28 +785,17 @@ def make_buffer(args, capacity, env) -> PrioritizedReplayBuffer:
 def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
     """Values by which filter_offline_data sorts the rows.  -> (N,)"""
     rows = buffer.rows[: len(buffer)]
-    if retention_by == "reward":
-        return rows["rewards"]
-    if retention_by == "quality":
-        return rows["quality"]
-    return judge_in_parts(agent, to_tensors(rows, "cpu"))["td_errors"].mean(0).abs().numpy()
-
-
-def judge_in_parts(agent, columns) -> dict:
-    """agent.judge of many rows, 4096 at a time"""
-    device = agent.raw_alpha.device
-    parts = []
-    for start in range(0, len(columns["rewards"]), 4096):
-        batch = {name: x[start : start + 4096].to(device) for name, x in columns.items()}
-        parts.append(agent.judge(batch))
-    return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in parts[0]}
+    if retention_by == "td_error":
+        td_errors = agent.row_errors(to_tensors(rows, "cpu"))["td_errors"]  # (E,N)
+        return td_errors.mean(0).abs().numpy()
+    return rows["rewards" if retention_by == "reward" else "quality"]
 
 
 def filter_offline_data(  # warm-up: replay
     buffer, retention_ratio=0.2, retention_by="quality", agent=None
 ):
     """A new buffer with this share of the rows: those with the highest values of `retention_by`.
-    td_error, which the command line takes by default, needs the agent."""
+    Only td_error needs the agent."""
     if retention_ratio == 0 or len(buffer) == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
@@ -809,8 +803,8 @@ def filter_offline_data(  # warm-up: replay
 
 
 def split_rows(batch_size, offline_ratio, num_offline, num_online):
-    """How many rows of a batch come from (offline, online), where both buffers have some. Offline
-    rows replace online rows that do not exist yet, unless the offline share is 0."""
+    """How many rows of a batch are (offline, online). If one buffer is empty, all are from the
+    other. If the online buffer is short, offline rows fill the batch, unless their share is 0."""
     if num_online == 0:
         return batch_size, 0
     if num_offline == 0 or offline_ratio == 0:
@@ -832,7 +826,7 @@ def random_numbers(seed, purpose: str, number):
 
 
 def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.0):
-    """Offline rows first, then online rows. The draws depend on (seed, number of the update) only.
+    """Draw offline rows and online rows, in this order.
     -> batch, slots of the offline rows, slots of the online rows"""
     args = agent.args
     rng = random_numbers(args.seed, "batch", agent.updates)
@@ -864,30 +858,24 @@ def sample_mixed(agent, offline_rb, online_rb, offline_ratio, beta, obs_noise=0.
     return batch, offline_slots, online_slots
 
 
-def learn(
-    agent,
-    offline_rb,
-    online_rb,
-    progress,
-    offline_ratio,
-    beta,
-    obs_noise=0.0,
-    train_actor=True,
-    method="sac",
-):
-    """Make one update, and give the drawn rows new priorities."""
+def learn(state, offline_ratio, obs_noise=0.0, train_actor=True, method="sac"):
+    """Draw a batch, make one update, and give the drawn rows new priorities."""
+    args = state.agent.args
+    progress = state.progress
+    # The importance weights reach their full strength in the last step of the run.
+    warmup_steps = progress.warmup_updates if progress.is_online else args.warmup_steps
+    beta = priority_beta_schedule(progress.global_step / (warmup_steps + args.online_steps))
     batch, offline_slots, online_slots = sample_mixed(
-        agent, offline_rb, online_rb, offline_ratio, beta, obs_noise
+        state.agent, state.offline_rb, state.online_rb, offline_ratio, beta, obs_noise
     )
-    stats = agent.update(batch, train_actor, method)
+    stats = state.agent.update(batch, train_actor, method)
     td_errors = stats.pop("td_errors")  # (N,)
-    if agent.args.use_prioritized_replay:  # warm-up: replay
+    if args.use_prioritized_replay:  # warm-up: replay
         td_errors = td_errors.cpu().numpy()
-        offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
-        online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
+        state.offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
+        state.online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
     progress.losses.append({f"losses/{name}": value for name, value in stats.items()})
-    offline_share = len(offline_slots) / agent.args.batch_size
-    progress.window.append({"buffer/offline_frac": offline_share})
+    progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
 
 
 # --- rollout ---
@@ -926,8 +914,8 @@ def explore(agent, obs, env_step, rng) -> np.ndarray:
 
 
 def take_step(agent, env, obs, env_step):
-    """One environment step. Between two episodes `obs` is None, and the environment is reset.
-    -> row of online_rb, next obs or None, statistics of the episode if it ended"""
+    """One environment step. If `obs` is None, an episode begins.
+    -> row of online_rb, next obs (None if the episode ended), its statistics if it ended"""
     rng = random_numbers(agent.args.seed, "step", env_step)
     if obs is None:
         obs, _ = env.reset(seed=int(rng.integers(2**31)))
@@ -967,18 +955,18 @@ def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
 
 
 def check_heldout(agent, progress) -> float:  # warm-up: overfitting
-    """Error on held-out rows. If it is the smallest so far, a copy of the agent is kept.
+    """Error on held-out rows. If it is the smallest so far, keep a copy of the agent.
 
-    With bc the error is the distance of the actor's actions to those of the rows. Otherwise it is
-    the squared TD error of the critics over the variance of their targets, because the TD error
-    alone is smallest while all values are near 0. It shows critics that fit the held-out rows worse
-    than before. It does not show values that are too high everywhere: both parts grow with them."""
-    judged = judge_in_parts(agent, progress.heldout)
+    With bc it is the squared distance between the actions of actor and rows. Otherwise it is the
+    squared TD error of the critics, divided by the variance of their targets. Without the division
+    it would be smallest at the start, when all values are near 0. If all values are too high, TD
+    error and variance are large, and this error does not show it."""
+    errors = agent.row_errors(progress.heldout)
     if agent.args.offline_objective == "bc":
         is_cloned = progress.heldout["is_cloned"]
-        error = (judged["clone_errors"] * is_cloned).sum() / is_cloned.sum()
+        error = (errors["clone_errors"] * is_cloned).sum() / is_cloned.sum()
     else:
-        error = judged["td_errors"].square().mean() / judged["targets"].var().clamp(min=1e-8)
+        error = errors["td_errors"].square().mean() / errors["targets"].var().clamp(min=1e-8)
     progress.checks_since_best += 1
     if error < progress.best_error:
         progress.best_error = error.item()
@@ -990,7 +978,7 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
 # --- main ---
 @dataclass
 class Progress:
-    """The state of a run besides the agent and the buffers"""
+    """Counters of a run, numbers that are not logged yet, and what early stopping needs"""
 
     warmup_updates: int = 0
     is_online: bool = False  # the warm-up is over
@@ -1009,20 +997,30 @@ class Progress:
         return self.warmup_updates + self.env_steps
 
 
+@dataclass
+class State:
+    """What a run consists of"""
+
+    run: "Run"
+    agent: WarmupAgent
+    offline_rb: PrioritizedReplayBuffer
+    online_rb: PrioritizedReplayBuffer
+    progress: Progress
+
+
 def main(args: Args) -> dict[str, float]:
     if args.make_data:
         return make_data(args)
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
     env = make_gym_env(args.env_id)
-    # load_run continues a run at its checkpoint. start_run begins a new one: with an untrained
-    # agent, or with --learner where the first command ended, so that the first loop is skipped.
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        run, agent, offline_rb, online_rb, progress = load_run(args, env, device)
+        state = load_run(args, env, device)
     else:
-        run, agent, offline_rb, online_rb, progress = start_run(args, env, device)
+        state = start_run(args, env, device)
+    agent = state.agent
+    progress = state.progress
     signals = Signals()
-    is_stopped = False
     last_env_step = 0 if args.ends_after_warmup() else args.online_steps
     bar = tqdm(
         total=args.warmup_steps + last_env_step,
@@ -1031,22 +1029,12 @@ def main(args: Args) -> dict[str, float]:
         file=sys.stdout,
     )
 
-    # Offline: the warm-up updates the agent on offline rows.
-    total_steps = args.warmup_steps + args.online_steps
+    # Offline: the warm-up updates the agent on offline rows. With --learner it is already over.
     check_every = max(1, args.warmup_steps // 20)
-    while not progress.is_online and not is_stopped:
+    while not progress.is_online:
         # 1 update
         progress.warmup_updates += 1
-        learn(
-            agent,
-            offline_rb,
-            online_rb,
-            progress,
-            method=args.offline_objective,
-            offline_ratio=1.0,
-            beta=priority_beta_schedule(progress.warmup_updates / total_steps),
-            obs_noise=args.obs_noise,
-        )
+        learn(state, offline_ratio=1.0, obs_noise=args.obs_noise, method=args.offline_objective)
 
         # 2 end the warm-up after its last step, or early
         row = {}
@@ -1057,7 +1045,7 @@ def main(args: Args) -> dict[str, float]:
                 tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
                 is_last = True
         if is_last:
-            offline_rb = end_warmup(agent, offline_rb, progress)
+            end_warmup(state)
 
         # 3 evaluate
         if is_last or progress.warmup_updates % args.eval_every == 0:
@@ -1067,50 +1055,43 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 log
         if row or progress.global_step % args.log_interval == 0:
-            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+            log_line(state, row, bar)
         bar.update()
 
         # 5 save
         if is_last or progress.global_step % args.save_every == 0 or signals.received:
-            save_run(run, agent, offline_rb, online_rb, progress)
-            is_stopped = signals.received
+            save_run(state)
+        if signals.received:
+            break
 
     if progress.is_online and args.ends_after_warmup():
-        hand_over(agent, offline_rb, env)
-        is_stopped = False  # there is nothing left to do
-    if progress.env_steps == 0 < last_env_step and args.capture_video and not is_stopped:
-        write_video(run.dir / "policy_before.gif", agent, env)
+        hand_over(agent, state.offline_rb, env)
+    is_before_online = progress.is_online and progress.env_steps == 0 and last_env_step > 0
+    if is_before_online and args.capture_video:
+        write_video(state.run.dir / "policy_before.gif", agent, env)
 
     # Online: the environment is stepped, and batches have rows of both buffers.
-    total_steps = progress.warmup_updates + args.online_steps  # fewer after an early stop
-    bar.total = progress.warmup_updates + last_env_step
+    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
     obs = None  # between two episodes
     is_eval_due = False
     is_save_due = False
-    while progress.env_steps < last_env_step and not is_stopped:
+    while progress.is_online and progress.env_steps < last_env_step:
         # 1 step the environment
         env_step = progress.env_steps + 1
         try:
             transition, obs, episode = take_step(agent, env, obs, env_step)
         except BaseException:
-            save_run(run, agent, offline_rb, online_rb, progress)  # keep what was learned
+            save_run(state)  # with the steps before this one
             raise
         progress.env_steps = env_step
-        online_rb.extend(transition)
+        state.online_rb.extend(transition)
         progress.window.append(episode)
 
-        # 2 update, after the first warmup_rollout_steps
-        num_updates = args.utd_ratio if env_step > args.warmup_rollout_steps else 0
-        for i in range(num_updates):  # SAC, whatever the objective of the warm-up was
-            learn(
-                agent,
-                offline_rb,
-                online_rb,
-                progress,
-                train_actor=i == num_updates - 1,
-                offline_ratio=offline_ratio_at(args, env_step),
-                beta=priority_beta_schedule(progress.global_step / total_steps),
-            )
+        # 2 update by SAC, whatever the objective of the warm-up was
+        if env_step > args.warmup_rollout_steps:
+            offline_ratio = offline_ratio_at(args, env_step)
+            for i in range(args.utd_ratio):
+                learn(state, offline_ratio, train_actor=i == args.utd_ratio - 1)
 
         # 3 evaluate between two episodes, and after the last step
         row = {}
@@ -1123,51 +1104,63 @@ def main(args: Args) -> dict[str, float]:
 
         # 4 log
         if row or progress.global_step % args.log_interval == 0:
-            log_line(run, agent, offline_rb, online_rb, progress, row, bar)
+            log_line(state, row, bar)
         bar.update()
 
         # 5 save between two episodes, and after the last step
         is_save_due = is_save_due or progress.global_step % args.save_every == 0
         if is_last or (episode_ended and (is_save_due or signals.received)):
             is_save_due = False
-            save_run(run, agent, offline_rb, online_rb, progress)
-            is_stopped = signals.received and not is_last
+            save_run(state)
+            if signals.received:
+                break
 
+    is_finished = progress.is_online and progress.env_steps >= last_env_step
+    if is_finished and "eval/episodic_return" not in state.run.rows[-1]:
+        # The run was stopped and is resumed with fewer --online-steps, so no step was left.
+        log_line(state, evaluate_policy(agent, env, args.eval_episodes), bar)
     bar.close()
     signals.release()
-    if is_stopped:
-        print(f"stopped and saved; continue with --resume --run-dir {run.dir}")
+    if is_finished:
+        finish_run(state, env)
     else:
-        finish_run(args, run, agent, env)
+        print(f"stopped and saved; continue with --resume --run-dir {state.run.dir}")
     env.close()
-    return run.rows[-1]
+    return state.run.rows[-1]
 
 
-def end_warmup(agent, offline_rb, progress):
-    """Take the best weights that were checked, and keep some of the rows.  -> offline buffer"""
-    args = agent.args
+def end_warmup(state):
+    """Take the best weights that were checked, and keep a share of the offline rows."""
+    args = state.agent.args
+    progress = state.progress
     progress.is_online = True
     if progress.best_agent:
         # The number of updates goes on, because it seeds the draws and the noise.
-        agent.restore(progress.best_agent | {"updates": agent.updates})
+        state.agent.restore(progress.best_agent | {"updates": state.agent.updates})
         progress.best_agent = None
-    return filter_offline_data(offline_rb, args.retention_ratio, args.retention_by, agent)
+    state.offline_rb = filter_offline_data(
+        state.offline_rb, args.retention_ratio, args.retention_by, state.agent
+    )
 
 
-def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
+def log_line(state, row, bar):
     """Log `row` and the means since the last line. Show the newest numbers."""
-    num_skipped = agent.skipped_steps.item()
-    if num_skipped - progress.newest["losses/skipped_steps"] > len(progress.losses) / 2:
+    run = state.run
+    progress = state.progress
+    num_skipped = state.agent.skipped_steps.item()
+    newly_skipped = num_skipped - progress.newest["losses/skipped_steps"]
+    if newly_skipped > len(progress.losses) / 2:
         tqdm.write("warning: gradients are not finite, most updates are skipped: check the data")
-    steps_done = progress.global_step - run.rows[0]["global_step"]  # --learner begins above 0
+    # With --learner the first step is the last one of the warm-up.
+    steps_done = progress.global_step - run.rows[0]["global_step"]
     row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
     row |= {
         "charts/env_steps": progress.env_steps,
-        "charts/updates": agent.updates,
+        "charts/updates": state.agent.updates,
         "charts/SPS": steps_done / (time.time() - run.start_time),
         "losses/skipped_steps": num_skipped,
-        "buffer/online_size": len(online_rb),
-        "buffer/offline_size": len(offline_rb),
+        "buffer/online_size": len(state.online_rb),
+        "buffer/offline_size": len(state.offline_rb),
     }
     progress.losses = []
     progress.window = []
@@ -1177,11 +1170,11 @@ def log_line(run, agent, offline_rb, online_rb, progress, row, bar):
 
 
 def print_switch(data_returns, policy_return):
-    """Say which had the higher return, the policy or its data (arXiv:2510.01460)."""
+    """Compare the returns of the policy and of the best source of data (arXiv:2510.01460)."""
     best = max(data_returns.values())
-    advice = "go online from the policy"
+    advice = "the policy is better"
     if policy_return < best:
-        advice = "the data are better: try --preset bc or --retention-ratio 1"
+        advice = "the data are better, and --retention-ratio 1 keeps all of them"
     tqdm.write(
         f"after the warm-up the return of the policy is {policy_return:.1f}, "
         f"that of the best data {best:.1f}: {advice}"
@@ -1222,11 +1215,13 @@ def show_status(bar, metrics: dict):
         print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
 
 
-def finish_run(args, run, agent, env):
+def finish_run(state, env):
     """Save the policy, and show it."""
-    write_checkpoint(run.dir / "final_model.pth", agent.checkpoint())
+    run = state.run
+    args = state.agent.args
+    write_checkpoint(run.dir / "final_model.pth", state.agent.checkpoint())
     if args.capture_video:
-        write_video(run.dir / "policy.gif", agent, env)
+        write_video(run.dir / "policy.gif", state.agent, env)
     panels = {
         "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
         "offline share of a batch": ["buffer/offline_frac"],
@@ -1259,12 +1254,10 @@ def make_gym_env(env_id):
     is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
     if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
-    spaces = {"state": env.observation_space}
-    if isinstance(env.observation_space, gym.spaces.Dict):
-        spaces = dict(env.observation_space)
+    spaces = getattr(env.observation_space, "spaces", {"state": env.observation_space})
     for key, space in spaces.items():
         is_box = isinstance(space, gym.spaces.Box)
-        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # not (D,) or (1,D)
+        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # (D,) or (1,D) fit
             sys.exit(f"{env_id} observes {key} as {space}: expected a Box with one axis")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
@@ -1290,20 +1283,19 @@ def env_units(env, actions) -> np.ndarray:
 
 
 def obs_statistics(space, obs):
-    """Mean and spread of the observations, or of the bounds of their space.  -> (D,), (D,)"""
+    """Mean and standard deviation of the observations; without any, the center and the half range
+    of their space.  -> (D,), (D,)"""
     is_bounded = space.high.astype(np.float64) - space.low < 1e6
     low = np.where(is_bounded, space.low, 0.0)
     high = np.where(is_bounded, space.high, 0.0)
-    half_range = (high - low) / 2  # 0 without bounds
-    if len(obs) == 0:
-        mean = (high + low) / 2
-        std = half_range
-    else:
-        # In one demonstration the pendulum may always be upright. Dividing by a spread near 0 would
-        # make all other states huge, so the bounds limit the spread from below. They should be
-        # those of real observations: with +-1000 the spread is 300 or more.
-        mean = obs.mean(0)
-        std = np.maximum(obs.std(0), 0.3 * half_range)
+    mean = (high + low) / 2
+    std = (high - low) / 2  # 0 without bounds
+    if len(obs) > 0:
+        mean = obs.mean(0, dtype=np.float64)  # sums of a million float32 rows would be wrong
+        # A demonstration may have one state only, such as a pendulum that stands upright. All other
+        # states would then be huge numbers, so the standard deviation is at least 0.3 of the half
+        # range. With bounds of +-1000 it is at least 300: give the bounds of real observations.
+        std = np.maximum(obs.std(0, dtype=np.float64), 0.3 * std)
     return mean, np.where(std < 1e-6, 1.0, std)
 
 
@@ -1418,7 +1410,7 @@ def read_transitions(path) -> list[dict]:
 
 
 def to_column(values, obs_keys) -> np.ndarray:
-    """Numbers, vectors or dicts of vectors as float32. Axes of size 1 are removed.  -> (N,D)"""
+    """Numbers, vectors or dicts of vectors as float32  -> (N,D)"""
     if isinstance(values[0], dict):
         parts = [to_column([value[key] for value in values], obs_keys) for key in obs_keys]
         return np.concatenate(parts, axis=1)
@@ -1448,15 +1440,15 @@ def to_rows(transitions, env) -> np.ndarray:
                 f"{name} of row {i} is {values[i]}: expected {expected} finite numbers"
             )
         rows[column] = values.reshape(rows[column].shape)
-    # Without masks each end of an episode is a termination. Without dones only terminations end an
-    # episode here; split_episodes finds the other ends.
+    # Without masks each end of an episode is a termination. Without dones split_episodes finds the
+    # ends at a time limit: there the next row does not continue the episode.
     if "masks" not in given:
         rows["masks"] = 1 - rows["dones"]
     if "dones" not in given:
         rows["dones"] = 1 - rows["masks"]
-    if (rows["masks"] < 0).any() or (rows["masks"] > 1).any():
+    if rows["masks"].min() < 0 or rows["masks"].max() > 1:
         raise ValueError("masks must be from 0 to 1")
-    if (rows["weights"] <= 0).any():
+    if rows["weights"].min() <= 0:  # NaN if the file has none
         raise ValueError("weights must be above 0")
     rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
     rows["actions"] = rows["actions"].clip(-1, 1)
@@ -1477,17 +1469,15 @@ def read_source(path, env) -> np.ndarray:
         sys.exit(f"data file {path} cannot be read: {error!r}")
     if "masks" not in transitions[0]:
         print(f"{path} has no masks: each end of an episode counts as a termination")
-    if "weights" in transitions[0]:
-        print(f"{path} has weights: --demo-weight and --success-weight-bonus do not change them")
     return rows
 
 
 def split_episodes(rows) -> list[np.ndarray]:
-    """Split where an episode ended, and where a row does not continue the row before it. The next
-    observation of that row may differ by rounding: by a thousandth of the spread of the data."""
-    ends = rows["dones"] > 0
-    spread = rows["obs"].std(0)
-    continues = np.isclose(rows["next_obs"][:-1], rows["obs"][1:], rtol=1e-5, atol=1e-3 * spread)
+    """Split where an episode ended, and where a row does not continue the row before it: where obs
+    differs from the last next_obs by more than a thousandth of the standard deviation."""
+    ends = (rows["dones"] > 0) | (rows["masks"] == 0)
+    tolerance = 1e-3 * rows["obs"].std(0)
+    continues = np.isclose(rows["next_obs"][:-1], rows["obs"][1:], rtol=1e-5, atol=tolerance)
     ends[:-1] |= ~continues.all(1)
     return np.split(rows, np.flatnonzero(ends[:-1]) + 1)
 
@@ -1499,12 +1489,15 @@ def load_offline_data(args, env):
         "suboptimal": args.suboptimal_data_path,
         "random": args.random_data_path,
     }
-    if args.learner:
-        paths = {"demos": [args.demo_path] if args.demo_path else []}
+    if args.learner and args.demo_path:
+        paths["demos"] = [args.demo_path]
     episodes = {}
     for source, source_paths in paths.items():
         for path in source_paths:
-            episodes.setdefault(source, []).extend(split_episodes(read_source(path, env)))
+            rows = read_source(path, env)
+            if not args.learner and np.isfinite(rows["weights"][0]):
+                print(f"{path} has weights, which replace those of --demo-weight and quality")
+            episodes.setdefault(source, []).extend(split_episodes(rows))
     if not episodes and args.needs_data():
         if args.env_id != BUILT_IN:
             sys.exit(
@@ -1520,11 +1513,13 @@ def load_offline_data(args, env):
     for source, source_episodes in episodes.items():
         returns = [episode["rewards"].sum() for episode in source_episodes]
         mean_returns[source] = float(np.mean(returns))
-        if not args.learner:  # the rows that a warm-up kept are not whole episodes
+        if not args.learner:  # the kept rows of a warm-up are not whole episodes
             print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
+            if np.median([len(episode) for episode in source_episodes]) == 1:
+                print(f"warning: {source}: most episodes have one row: are the rows shuffled?")
     training = sum(episodes.values(), [])
     heldout = []
-    if args.early_stop_patience and not args.learner:
+    if args.early_stop_patience and not args.learner:  # warm-up: overfitting
         training, heldout = hold_out(training, args.offline_objective == "bc")
     no_rows = np.zeros(0, make_row_dtype(env))  # np.concatenate needs an array
     return np.concatenate([no_rows, *training]), np.concatenate([no_rows, *heldout]), mean_returns
@@ -1537,7 +1532,7 @@ def write_transitions(path, rows, env):
         transition = {name: row[column] for name, column in COLUMNS.items()}
         transition["actions"] = env_units(env, row["actions"])
         transitions.append(transition)
-    Path(path).write_bytes(pickle.dumps(transitions))
+    path.write_bytes(pickle.dumps(transitions))
 
 
 def check_paths(args):
@@ -1568,18 +1563,22 @@ def write_video(path, agent, env):
 
     pictures = []
 
-    def act_and_film(obs):
+    def draw(obs):
         if env.spec.id == BUILT_IN:
-            pictures.append(draw_pendulum(obs))
-        else:
-            pictures.append(Image.fromarray(env.render()))
+            return draw_pendulum(obs)
+        return Image.fromarray(env.render())
+
+    def act_and_film(obs):
+        pictures.append(draw(obs))
         return agent.act(obs)
 
+    obs, _ = env.reset(seed=VIDEO_SEED)
     try:
-        play_episode(env, act_and_film, VIDEO_SEED)
+        draw(obs)
     except Exception as error:  # a renderer can raise any type
         print(f"no {path.name}: {env.spec.id} cannot draw itself: {error}")
         return
+    play_episode(env, act_and_film, VIDEO_SEED)
     frames = pictures[::4]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=80, loop=0)
 
@@ -1694,7 +1693,7 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
         options |= PENDULUM
     options |= PRESETS[preset]
     if env_id == BUILT_IN and preset == "wsrl":
-        options |= PENDULUM_WSRL
+        options["warmup_rollout_steps"] = 500  # of 2,000 online steps
     return options
 
 
@@ -1709,33 +1708,33 @@ LEARNER = dict(  # --learner takes all other options from the first command
 )
 
 
-def saved_options(typed: FirstOptions) -> dict:
+def saved_options(first: FirstOptions) -> dict:
     """Options of the run that --resume continues, or of the warm-up that --learner continues"""
     saved = {}
-    path = Path(typed.run_dir or "", "args.json")
-    if typed.resume and typed.run_dir and path.exists():
+    path = Path(first.run_dir or "", "args.json")
+    if first.resume and first.run_dir and path.exists():
         saved = json.loads(path.read_text(encoding="utf-8")) | dict(resume=True)
-    elif typed.learner and typed.checkpoint_path:
-        saved = read_checkpoint(typed.checkpoint_path)["args"] | LEARNER
-        saved["checkpoint_path"] = typed.checkpoint_path
+    elif first.learner and first.checkpoint_path:
+        saved = read_checkpoint(first.checkpoint_path)["args"] | LEARNER
+        saved["checkpoint_path"] = first.checkpoint_path
     return saved
 
 
 def parse_args() -> Args:
     """The defaults are the saved options, if there are any, else those of task and preset."""
-    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    saved = saved_options(typed)
-    # This skips the checks, because a typed option may correct a saved one.
+    first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    saved = saved_options(first)
+    # Without __init__ there are no checks: the command line may correct a saved option.
     defaults = object.__new__(Args)
-    vars(defaults).update(asdict(Args()) | (saved or default_options(typed.env_id, typed.preset)))
+    vars(defaults).update(asdict(Args()) | (saved or default_options(first.env_id, first.preset)))
     args = tyro.cli(Args, description=__doc__, default=defaults)
     if saved and args.preset != saved["preset"]:
         sys.exit(
-            f"--preset cannot change here from {saved['preset']}: type the options that differ"
+            f"--preset cannot change here from {saved['preset']}: give the options that differ"
         )
     for name, value in asdict(args).items():
-        if saved and value != saved[name]:
-            print(f"changed: --{name.replace('_', '-')} {saved[name]} -> {value}")
+        if saved and name not in LEARNER and value != saved[name]:
+            print(f"changed: {flag(name)} {saved[name]} -> {value}")
     return args
 
 
@@ -1752,88 +1751,102 @@ def write_checkpoint(path: Path, state: dict):
     os.replace(f"{path}.tmp", path)
 
 
-def start_run(args, env, device):
-    """Begin with new networks, or with --learner, where the first command ended.
-    -> Run, agent, offline buffer, online buffer, Progress"""
+def flag(name) -> str:
+    """The option of the command line for a field of Args"""
+    return "--" + name.replace("_", "-")
+
+
+def start_run(args, env, device) -> State:
+    """Begin with new networks, or with --learner where the first command ended."""
     check_paths(args)
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) != value:
+            print(
+                f"preset {args.preset} has {flag(name)} {value}: this run has {getattr(args, name)}"
+            )
     rows, heldout_rows, data_returns = load_offline_data(args, env)
-    progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     offline_rb = make_buffer(args, len(rows), env)
     offline_rb.extend(rows)
     online_rb = make_buffer(args, args.buffer_size, env)
+    progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     if args.learner:
-        agent = WarmupAgent.from_checkpoint(read_checkpoint(args.checkpoint_path), device, args)
+        checkpoint = read_checkpoint(args.checkpoint_path)
+        refuse_changes(args, checkpoint["args"], FIXED_NETWORKS)
+        agent = WarmupAgent.load(checkpoint, device, args)
         progress.warmup_updates = agent.updates
         progress.is_online = True
     else:
         mean, std = obs_statistics(env.observation_space, rows["obs"])
         agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
-        if args.warmup_steps == 0:
-            offline_rb = end_warmup(agent, offline_rb, progress)
 
-    # The folder is made here, so a file that cannot be used leaves nothing behind.
+    # The folder is made after all files were read: if one cannot be used, there is no new folder.
     if args.exp_name and not args.run_dir:
         name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
         args = replace(args, run_dir=f"runs/{name}")
-    run = Run(args)
+    state = State(Run(args), agent, offline_rb, online_rb, progress)
+    if args.warmup_steps == 0 and not args.learner:
+        end_warmup(state)
     first_row = {"global_step": progress.global_step, "charts/env_steps": 0}
-    run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
-    progress.newest = run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
-    return run, agent, offline_rb, online_rb, progress
+    state.run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
+    progress.newest = state.run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
+    return state
 
 
 def hand_over(agent, offline_rb, env):
-    """Write the two files that --learner reads. A run that is killed here comes back with --resume.
-    The agent is written last: if it is there, both files are complete."""
-    path = Path(agent.args.checkpoint_path)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_transitions(agent.args.kept_rows_path(), offline_rb.rows, env)
-        write_checkpoint(path, agent.checkpoint())
+    """Write the two files that --learner reads, the agent last: if it exists, both are complete."""
+    checkpoint_path = Path(agent.args.checkpoint_path)
+    kept_rows_path = Path(agent.args.kept_rows_path())
+    if not checkpoint_path.exists():
+        for path in (checkpoint_path, kept_rows_path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_transitions(kept_rows_path, offline_rb.rows, env)
+        write_checkpoint(checkpoint_path, agent.checkpoint())
 
 
-def save_run(run, agent, offline_rb, online_rb, progress):
+def save_run(state):
     """What --resume needs"""
-    state = dict(
-        agent=agent.checkpoint(),
-        offline_rb=offline_rb.state_dict(),
-        online_rb=online_rb.state_dict(),
-        progress=vars(progress),
-        rows=run.rows,
+    checkpoint = dict(
+        agent=state.agent.checkpoint(),
+        offline_rb=state.offline_rb.state_dict(),
+        online_rb=state.online_rb.state_dict(),
+        progress=vars(state.progress),
+        rows=state.run.rows,
     )
-    write_checkpoint(run.dir / "latest.pth", state)
+    write_checkpoint(state.run.dir / "latest.pth", checkpoint)
 
 
-FIXED = (  # options that --resume cannot change: what they set is in latest.pth
-    "env_id", "offline_data_path", "suboptimal_data_path", "random_data_path", "demo_path",
-    "checkpoint_path", "learner", "demo_weight", "success_weight_bonus", "hidden_size",
-    "layer_norm", "num_critics", "init_alpha", "buffer_size", "use_prioritized_replay",
-    "priority_alpha", "warmup_steps", "early_stop_patience",
-)  # fmt: skip
+# A checkpoint depends on these options. --learner and --resume cannot change the first ones, and
+# --resume cannot change the others.
+FIXED_NETWORKS = "hidden_size layer_norm num_critics init_alpha".split()
+OTHER_FIXED = (
+    "env_id offline_data_path suboptimal_data_path random_data_path demo_path checkpoint_path "
+    "learner demo_weight success_weight_bonus gamma buffer_size use_prioritized_replay "
+    "priority_alpha warmup_steps early_stop_patience offline_objective retention_ratio "
+    "retention_by"
+).split()
 
 
-def load_run(args, env, device):
-    """Continue a run from its latest.pth.
-    -> Run, agent, offline buffer, online buffer, Progress"""
-    state = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
-    for name in FIXED:
-        saved = state["agent"]["args"][name]
-        if getattr(args, name) != saved:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {saved}")
-    agent = WarmupAgent.from_checkpoint(state["agent"], device, args)
-    progress = Progress(**state["progress"])
-    progress.losses = [
-        {name: value.to(device) for name, value in losses.items()} for losses in progress.losses
-    ]
-    num_offline_rows = len(state["offline_rb"]["priorities"])
-    offline_rb = make_buffer(args, num_offline_rows, env)
-    offline_rb.load_state_dict(state["offline_rb"])
+def refuse_changes(args, saved: dict, names):
+    for name in names:
+        if getattr(args, name) != saved[name]:
+            sys.exit(f"a saved run cannot change {flag(name)} from {saved[name]}")
+
+
+def load_run(args, env, device) -> State:
+    """Continue a run from its latest.pth."""
+    saved = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
+    refuse_changes(args, saved["agent"]["args"], FIXED_NETWORKS + OTHER_FIXED)
+    agent = WarmupAgent.load(saved["agent"], device, args)
+    progress = Progress(**saved["progress"])
+    for losses in progress.losses:
+        losses |= {name: value.to(device) for name, value in losses.items()}
+    offline_rb = make_buffer(args, len(saved["offline_rb"]["priorities"]), env)
+    offline_rb.load_state_dict(saved["offline_rb"])
     online_rb = make_buffer(args, args.buffer_size, env)
-    online_rb.load_state_dict(state["online_rb"])
-
+    online_rb.load_state_dict(saved["online_rb"])
     print(f"resuming after step {progress.global_step}")
-    run = Run(args, state["rows"])  # it writes args.json, so this comes after all that may fail
-    return run, agent, offline_rb, online_rb, progress
+    run = Run(args, saved["rows"])  # it writes args.json, so this comes after all that may fail
+    return State(run, agent, offline_rb, online_rb, progress)
 
 
 def read_checkpoint(path) -> dict:

@@ -100,7 +100,7 @@ def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path, ca
     columns = walk(dones=LAST, rewards=-np.ones(6))
     rows, *_ = load(save(tmp_path / "a.npz", columns | dict(weights=np.arange(6) + 1.0)))
     assert rows["weights"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert "--demo-weight and --success-weight-bonus do not change" in capsys.readouterr().out
+    assert "has weights, which replace those of --demo-weight" in capsys.readouterr().out
     assert rows["returns"] == pytest.approx(return_to_go(-np.ones(6), 0.99))
     assert rows["quality"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     rows, *_ = load(save(tmp_path / "b.npz", columns | dict(returns=np.arange(6) - 9.0)))
@@ -219,6 +219,13 @@ def test_a_constant_observation_has_a_spread_of_one():
     space = gym.spaces.Box(np.float32([-2, 1]), np.float32([2, 1]))
     mean, std = obs_statistics(space, np.zeros((0, 2)))
     assert mean.tolist() == [0, 1] and std.tolist() == [2, 1]
+
+
+def test_statistics_of_many_rows_are_summed_in_float64():
+    space = gym.spaces.Box(-np.inf, np.inf, (2,))
+    obs = np.tile(np.float32([[1000, 0], [1001, 3]]), (500_000, 1))
+    mean, std = obs_statistics(space, obs)
+    assert mean == pytest.approx([1000.5, 1.5]) and std == pytest.approx([0.5, 1.5])
 
 
 @pytest.mark.parametrize(
@@ -381,6 +388,19 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert len(split_episodes(whole)) == 1
     ended, *_ = load(save(tmp_path / "c.npz", walk(6, dones=np.isin(np.arange(6), [1, 3]))))
     assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
+    masks = 1.0 - np.isin(np.arange(6), [1, 3])  # the file has dones, but not at a termination
+    ended, *_ = load(save(tmp_path / "d.npz", walk(6, masks=masks)))
+    assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
+
+
+def test_shuffled_rows_are_reported(tmp_path, capsys):
+    """Each of their episodes has one row, and its return is a reward."""
+    order = np.random.default_rng(0).permutation(30)
+    columns = walk(30)
+    load(save(tmp_path / "a.npz", columns))
+    assert "shuffled" not in capsys.readouterr().out
+    load(save(tmp_path / "b.npz", {name: column[order] for name, column in columns.items()}))
+    assert "demos: most episodes have one row: are the rows shuffled?" in capsys.readouterr().out
 
 
 def test_a_next_observation_may_differ_by_rounding(tmp_path):

@@ -136,7 +136,8 @@ def test_the_conservative_term_against_a_slow_one(method):
 
 def test_the_conservative_term_reaches_the_loss():
     """Weight 0 takes the plain path: the same losses, the same weights, no extra random draws."""
-    plain, zero, one = make_agent(), make_agent(cql_alpha=0.0), make_agent(cql_alpha=0.5)
+    plain = make_agent()
+    zero, one = (make_agent(offline_objective="cql", cql_alpha=alpha) for alpha in (0.0, 0.5))
     stats = {"plain": plain.update(make_batch()), "zero": zero.update(make_batch(), method="cql")}
     assert same(plain.state_dict(), zero.state_dict()) and "cql_loss" not in stats["zero"]
     assert all(torch.equal(stats["plain"][name], stats["zero"][name]) for name in stats["plain"])
@@ -224,13 +225,13 @@ def test_cloning_regresses_the_actions_and_the_critics_learn_beside_it():
 
 
 def test_only_marked_rows_are_cloned():
-    """By both options, weighted like the rest of the actor's loss. A batch without them has no loss."""
+    """By both options, as a weighted mean of these rows. A batch without them has no loss."""
     marked, weights = torch.arange(N) >= 6, torch.linspace(0.5, 1.5, N)
     batch = make_batch() | {"is_cloned": marked, "actor_weights": weights}
     agent = make_agent(bc_weight=2.0)
     mean, _ = agent.policy(batch["obs"])
     distance = (mean.tanh() - batch["actions"]).square().sum(-1)
-    error = (weights * distance)[6:].mean().item()
+    error = (weights * distance)[6:].sum().item() / weights[6:].sum().item()
     cloner = make_agent()
     assert cloner.update(batch, method="bc")["actor_loss"].item() == pytest.approx(error, rel=1e-5)
     assert agent.update(batch)["bc_loss"].item() == pytest.approx(2 * error, rel=1e-5)
@@ -242,7 +243,20 @@ def test_only_marked_rows_are_cloned():
     assert same(cloner.actor.state_dict(), before)
 
 
-def test_cloning_judges_the_mean_action():
+def test_heavier_rows_are_not_cloned_more_where_they_are_rare():
+    """All weights have a mean of 1 in a batch: that of a demonstration rises if there are few."""
+    losses = []
+    for num_demos in (1, 4):
+        is_demo = (torch.arange(N) < num_demos).float()
+        batch = make_batch() | {"is_cloned": is_demo}
+        for name in ("obs", "actions"):
+            batch[name] = batch[name][:1].expand(N, -1)  # the same distance in every row
+        batch["actor_weights"] = normalize_weights(1 + 4 * is_demo)
+        losses.append(make_agent().update(batch, method="bc")["actor_loss"].item())
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_the_critics_of_a_clone_evaluate_its_mean_action():
     """No loss of cloning trains the deviation, so the critics must not learn the value of its samples."""
     agent, batch = make_agent(num_critics=1), make_batch()
     next_mean, _ = agent.policy(batch["next_obs"])
@@ -253,6 +267,12 @@ def test_cloning_judges_the_mean_action():
     assert torch.allclose(found, error.detach(), atol=1e-6)
     sampled = make_agent(num_critics=1).update(batch)["td_errors"]
     assert not torch.allclose(sampled, error.detach(), atol=1e-3)
+
+
+def test_an_agent_takes_observations_of_any_type():
+    agent, obs = make_agent(), np.linspace(-1, 1, D)
+    for given in (obs, list(obs), np.float32(obs)[::-1][::-1]):
+        assert (agent.act(given) == agent.act(np.float32(obs))).all()
 
 
 def test_dropout_is_active_in_the_update_of_the_actor_only():
@@ -277,16 +297,16 @@ def test_an_update_seeds_every_device(monkeypatch):
     assert seeds == [2_000_006, 2_000_007]
 
 
-def test_errors_are_judged_with_as_many_critics_as_training_draws():
+def test_row_errors_are_computed_with_as_many_critics_as_training_draws():
     agent, batch = make_agent(num_critics=4, reward_scale=0.5), make_batch()
-    judged = agent.judge(batch)
+    errors = agent.row_errors(batch)
     next_mean, _ = agent.policy(batch["next_obs"])
     next_q = agent.critic_target(batch["next_obs"], next_mean.tanh())
     target = 0.5 * batch["rewards"] + 0.97 * torch.minimum(next_q[0], next_q[1])
-    assert torch.allclose(judged["targets"], target)
-    assert judged["td_errors"].shape == (4, N)
+    assert torch.allclose(errors["targets"], target)
+    assert errors["td_errors"].shape == (4, N)
     distance = (agent.policy(batch["obs"])[0].tanh() - batch["actions"]).square().sum(1)
-    assert torch.allclose(judged["clone_errors"], distance)
+    assert torch.allclose(errors["clone_errors"], distance)
 
 
 def test_load_gives_the_same_agent(tmp_path):

@@ -125,6 +125,16 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
         assert str(folder) in lines[1] and "final_model.pth" in lines[1]
 
 
+def test_a_run_names_what_differs_from_its_preset(tmp_path, data, capsys):
+    """In Python, Args(preset="bc") alone sets no other option."""
+    main(Args(**TINY | data, preset="bc", retention_ratio=1.0, run_dir=str(tmp_path / "python")))
+    out = capsys.readouterr().out
+    assert "preset bc has --offline-objective bc: this run has sac" in out
+    assert "--retention-ratio" not in out
+    run(tmp_path / "applied", data, preset="bc")
+    assert "preset bc has" not in capsys.readouterr().out
+
+
 def parse_args(words):
     """As the command line does"""
     with mock.patch.object(sys, "argv", ["wsrl_warmup.py", *words]):
@@ -218,6 +228,27 @@ def test_the_command_that_stage_one_prints_is_accepted(own, tmp_path, data, caps
     assert bool(args.demo_path) == (args.preset != "wsrl")
 
 
+def test_stage_two_reports_only_what_was_changed(tmp_path, data, capsys):
+    """Not its new folder, and no weights in the file that the first command wrote."""
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    words = f"--learner --checkpoint-path {tmp_path}/warm --demo-path {tmp_path}/filtered_demos.pkl"
+    words += f" --run-dir {tmp_path}/second --lr 0.002"
+    capsys.readouterr()
+    main(parse_args(words.split()))
+    out = capsys.readouterr().out
+    changed = [line for line in out.splitlines() if line.startswith("changed:")]
+    assert changed == ["changed: --lr 0.001 -> 0.002"]
+    assert "do not change them" not in out
+
+
+@pytest.mark.parametrize("preset", ["design", "bc"])
+@pytest.mark.parametrize("policy_return, words", [(1.0, "the policy is"), (-1.0, "the data are")])
+def test_the_line_after_the_warm_up_says_which_is_better(preset, policy_return, words, capsys):
+    wsrl_warmup.print_switch({"demos": 0.0, "random": -2.0}, policy_return)
+    out = capsys.readouterr().out
+    assert words in out and "--preset" not in out
+
+
 def test_another_preset_over_saved_options_is_refused(tmp_path, data):
     """The saved options already have the values of a preset."""
     run(tmp_path / "first", data, preset="bc", lr=5e-3, checkpoint_path=str(tmp_path / "warm"))
@@ -282,6 +313,17 @@ def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
     assert not (tmp_path / "third").exists(), "an empty run folder stays behind"
 
 
+@pytest.mark.parametrize("changed", [dict(hidden_size=8), dict(init_alpha=0.5)])
+def test_stage_two_keeps_the_networks_of_stage_one(changed, tmp_path, data):
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    hand = dict(checkpoint_path=str(tmp_path / "warm"), learner=True)
+    hand["demo_path"] = str(tmp_path / "filtered_demos.pkl")
+    (name,) = changed
+    with pytest.raises(SystemExit, match=f"cannot change --{name.replace('_', '-')} from "):
+        run(tmp_path / "second", {}, **hand, **changed)
+    assert not (tmp_path / "second").exists()
+
+
 def test_stage_two_can_switch_dropout_off(tmp_path, data):
     """Dropout has no weights, so it does not change the names of the others."""
     run(tmp_path / "first", data, dropout=0.2, checkpoint_path=f"{tmp_path}/new/warm.pth")
@@ -290,6 +332,12 @@ def test_stage_two_can_switch_dropout_off(tmp_path, data):
     main(parse_args(typed.split()))
     assert state(tmp_path / "second")["agent"]["args"]["dropout"] == 0
     assert rows(tmp_path / "second")[-1]["charts/env_steps"] == 33
+
+
+def test_the_folders_of_both_files_of_stage_one_are_made(tmp_path, data):
+    paths = dict(checkpoint_path=f"{tmp_path}/a/warm.pth", demo_path=f"{tmp_path}/b/kept.pkl")
+    run(tmp_path / "run", data, **paths)
+    assert all(Path(path).exists() for path in paths.values())
 
 
 def test_a_run_that_skips_most_updates_says_so(tmp_path, capsys):
@@ -406,6 +454,10 @@ def test_sigkill_then_resume_without_typing_the_options_again(tmp_path):
         dict(hidden_size=8),
         dict(buffer_size=40),
         dict(early_stop_patience=3),
+        dict(gamma=0.9),
+        dict(retention_ratio=0.9),
+        dict(retention_by="reward"),
+        dict(offline_objective="cql"),
     ],
 )
 def test_what_is_in_the_checkpoint_cannot_change_and_a_refused_resume_does_no_harm(
@@ -455,6 +507,31 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
     assert rows(tmp_path / "run")[-1]["global_step"] == 53
     if fault == "signal":
         assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_resumed_run_that_has_no_step_left_ends_with_an_evaluation(tmp_path, data, monkeypatch):
+    """A signal stopped it after an episode, where no evaluation was due."""
+    step = gym.wrappers.RecordEpisodeStatistics.step
+
+    def stopping(self, action):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, action)
+
+    take_step = wsrl_warmup.take_step
+
+    def watch(*args):
+        with monkeypatch.context() as patch:
+            if args[3] == 3:
+                patch.setattr(gym.wrappers.RecordEpisodeStatistics, "step", stopping)
+            return take_step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wsrl_warmup, "take_step", watch)
+        run(tmp_path / "run", data)
+    assert "eval/episodic_return" not in rows(tmp_path / "run")[-1]
+    metrics = run(tmp_path / "run", data, online_steps=11, resume=True)
+    assert metrics["charts/env_steps"] == 11 and "eval/episodic_return" in metrics
+    assert (tmp_path / "run" / "final_model.pth").exists()
 
 
 # --- what reaches an update ---
@@ -567,17 +644,17 @@ def test_success_without_a_name_is_the_only_positive_reward():
 
 def watch_heldout(monkeypatch, errors):
     """Make these the errors of the checks.  -> list of checkpoints, one per check"""
-    checked, judge = [], wsrl_warmup.WarmupAgent.judge
+    checked, row_errors = [], wsrl_warmup.WarmupAgent.row_errors
 
     def watch(self, batch):
-        found = judge(self, batch)
-        if len(batch["rewards"]) == 44:  # four of the forty episodes; retention judges more rows
+        found = row_errors(self, batch)
+        if len(batch["rewards"]) == 44:  # four of the forty episodes; retention has more rows
             checked.append(self.checkpoint())
             found["targets"] = torch.tensor([0.0, 1.0, 0.0, 1.0]) * 3**0.5  # their variance is 1
             found["td_errors"] = torch.full((2, 4), errors[len(checked) - 1] ** 0.5)
         return found
 
-    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "judge", watch)
+    monkeypatch.setattr(wsrl_warmup.WarmupAgent, "row_errors", watch)
     return checked
 
 
@@ -621,7 +698,7 @@ def test_after_an_early_stop_the_run_goes_online(tmp_path, data, monkeypatch):
     assert rows(tmp_path / "second")[1:] == rows(tmp_path / "both")[3:]
 
 
-def test_the_last_weights_of_a_warm_up_are_judged(tmp_path, data, monkeypatch):
+def test_the_last_weights_of_a_warm_up_are_checked(tmp_path, data, monkeypatch):
     """45 updates are checked at every second one, and at the last one."""
     checked = watch_heldout(monkeypatch, [9.0] * 22 + [1.0])
     hand = dict(checkpoint_path=str(tmp_path / "warm.pth"), warmup_steps=45)
@@ -630,11 +707,11 @@ def test_the_last_weights_of_a_warm_up_are_judged(tmp_path, data, monkeypatch):
     assert same(checked[-1]["model"], state(tmp_path, "warm.pth")["model"])
 
 
-def test_early_stopping_of_a_clone_judges_its_actions(tmp_path, data, monkeypatch):
+def test_early_stopping_of_a_clone_checks_its_actions(tmp_path, data, monkeypatch):
     """On held-out episodes of those that it would imitate; an error of the critics says nothing."""
-    judged = spy(monkeypatch, wsrl_warmup.WarmupAgent, "judge")
+    calls = spy(monkeypatch, wsrl_warmup.WarmupAgent, "row_errors")
     run(tmp_path / "run", data, preset="bc", early_stop_patience=99)
-    found = [(args[1], errors) for args, errors in judged if len(args[1]["rewards"]) < 100]
+    found = [(args[1], errors) for args, errors in calls if len(args[1]["rewards"]) < 100]
     error = [row["losses/heldout_error"] for row in rows(tmp_path / "run")[1:21]]
     for (batch, errors), value in zip(found, error, strict=True):
         assert (batch["is_cloned"] == 1).all() and len(batch["rewards"]) == 11
@@ -723,6 +800,8 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(warmup_steps=0, checkpoint_path="w", retention_ratio=1.0),
         dict(warmup_steps=0),  # an untrained critic would choose the rows
         dict(PRESETS["rlpd"], checkpoint_path="w"),
+        dict(PRESETS["scratch"], bc_weight=1.0),
+        dict(cql_alpha=0.5),  # of an objective that is not used
         dict(demo_weight=-1.0),
         dict(success_weight_bonus=0.0),
         dict(bc_weight=-1.0),
@@ -739,6 +818,14 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
 def test_values_that_make_no_sense(options):
     with pytest.raises(ValueError):
         Args(**options)
+
+
+def test_data_files_that_would_not_be_read_are_refused_with_the_reason():
+    learner = dict(learner=True, checkpoint_path="w", demo_path="x.pkl")
+    with pytest.raises(ValueError, match="--learner"):
+        Args(**learner, offline_data_path=["a.npz"])
+    with pytest.raises(ValueError, match="--warmup-steps or --retention-ratio"):
+        Args(**PRESETS["scratch"], offline_data_path=["a.npz"])
 
 
 def test_online_steps_without_an_update_are_refused_with_both_names():
@@ -784,6 +871,21 @@ def test_an_environment_that_cannot_draw_itself_says_so_and_goes_on(tmp_path, ca
     assert [line.split(":")[0] for line in lines] == ["no policy_before.gif", "no policy.gif"]
     assert (tmp_path / "run" / "final_model.pth").exists()
     assert not list((tmp_path / "run").glob("*.gif"))
+
+
+def test_an_error_in_the_filmed_episode_is_not_called_one_of_drawing(tmp_path, monkeypatch):
+    """The policy is saved before it is filmed."""
+
+    def broken(*_):
+        raise OSError("the arm is stuck")
+
+    options = dict(preset="scratch", env_id="Pendulum-v1", online_steps=6)
+    run(tmp_path / "run", {}, **options)
+    agent = wsrl_warmup.WarmupAgent.load(tmp_path / "run" / "final_model.pth")
+    env = wsrl_warmup.make_gym_env("Pendulum-v1")
+    monkeypatch.setattr(gym.envs.classic_control.PendulumEnv, "step", broken)
+    with pytest.raises(OSError, match="the arm is stuck"):
+        wsrl_warmup.write_video(tmp_path / "policy.gif", agent, env)
 
 
 def test_videos_change_no_number(tmp_path, data):
