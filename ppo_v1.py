@@ -1146,13 +1146,16 @@ class Run:
         if args.track:
             import wandb
 
+            # v1: checkpoint
+            id_path = self.dir / "wandb_id.txt"  # a resumed run has the id of its first start
+            if not id_path.exists():
+                replace_text(id_path, uuid.uuid4().hex)
             wandb.init(
                 project=args.wandb_project_name,
                 name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                # v1: checkpoint: a resumed run has the same id, another folder has another
-                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                id=id_path.read_text(encoding="utf-8"),
                 resume="allow",
             )
             self.wandb = wandb

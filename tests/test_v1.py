@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -554,12 +555,13 @@ def test_a_resume_that_fails_leaves_the_options_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_v1], ids=["ppo", "v1"])
-def test_tracked_runs_in_folders_of_one_name_are_two_runs(script, tmp_path, monkeypatch):
+def test_a_tracked_run_in_the_folder_of_a_removed_one_is_a_new_run(script, tmp_path, monkeypatch):
     calls = spy(monkeypatch, wandb, "init")
-    for folder in ("a", "b"):
-        run(script, tmp_path / folder / "run", num_iterations=1, track=True)
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run(script, tmp_path / "run", num_iterations=1, track=True)
     if script is ppo_v1:
-        run(script, tmp_path / "b" / "run", num_iterations=1, track=True, resume=True)
+        run(script, tmp_path / "run", num_iterations=1, track=True, resume=True)
     ids = [result.id for _, result in calls]
     assert [result.name for _, result in calls] == ["run"] * len(ids)
     assert ids[0] != ids[1] == ids[-1]
