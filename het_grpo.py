@@ -2146,7 +2146,7 @@ def init_distributed(device):
         device = torch.device("cpu")
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints
     return device
 
 
@@ -2210,6 +2210,7 @@ def gather_objects(mine) -> list:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = parse_args()
     main(args)

@@ -550,9 +550,9 @@ def main(args: Args) -> dict[str, float]:
         show_progress(progress, iteration, metrics)
 
     progress.close()
-    print_samples("after training", samples)
     policy.lm.save_pretrained(run.dir / "final_model")
     tokenizer.save_pretrained(run.dir / "final_model")
+    print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -888,6 +888,7 @@ def titled_help():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = tyro.cli(Args, description=__doc__)
     main(args)

@@ -748,9 +748,9 @@ def main(args: Args) -> dict[str, float]:
             return metrics
 
     progress.close()
-    print_samples("after training", samples)
     signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
+    print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -1418,7 +1418,7 @@ def init_distributed(device):
         device = torch.device("cpu")
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints
     return device
 
 
@@ -1485,6 +1485,7 @@ def gather_rows(batch: dict, args) -> dict:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = parse_args()
     main(args)

@@ -1179,9 +1179,9 @@ def main(args: Args) -> dict[str, float]:
             return metrics
 
     progress.close()
-    print_samples("after training", samples)
     signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
+    print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -1986,7 +1986,7 @@ def init_distributed(device):
         device = torch.device("cpu")
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints
     return device
 
 
@@ -2060,6 +2060,7 @@ def copy_from_rank_0(tensors):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = parse_args()
     main(args)

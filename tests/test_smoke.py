@@ -152,6 +152,17 @@ def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
     assert [row["prompt"] for row in one] == [row["prompt"] for row in two] and len(one) == 14
 
 
+@pytest.mark.parametrize("name", LM_SCRIPTS)
+def test_text_that_the_terminal_cannot_show_ends_no_run(name, run_script, tmp_path):
+    lines = [json.dumps({"prompt": f"{i}→é=", "answer": "1"}) for i in range(20)]
+    (tmp_path / "task.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = "--task jsonl:task.jsonl --sft-steps 1 --num-iterations 1 --batch-size 4".split()
+    environment = os.environ | dict(PYTHONIOENCODING="ascii")
+    finished = run_script(f"{name}.py", *options, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    assert "after training" in finished.stdout and "??=' ->" in finished.stdout
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_option(name, capsys, monkeypatch):
     script = importlib.import_module(name)
