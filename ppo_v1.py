@@ -676,7 +676,10 @@ def main(args: Args) -> dict[str, float]:
         # v1: best
         patience = args.early_stopping_patience
         if patience and state["evals_without_improvement"] >= patience:
-            print(f"early stop: {patience} evaluations without improvement over {run.dir}/best")
+            print(
+                f"early stop: {patience} evaluations in a row were not better than {run.dir}/best"
+            )
+            save_checkpoint(run, policy, optimizer, state)  # a resumed run stops here, too
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -1208,6 +1211,7 @@ class Run:
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
+        print(f"the model of the best evaluation is in {self.dir}/best")  # v1: best
 
 
 def plot_metric(axis, rows: list[dict], name: str):

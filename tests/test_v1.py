@@ -109,11 +109,14 @@ def test_a_reward_function_that_draws_random_numbers_does_not_shift_those_of_tra
 PATIENT = dict(num_iterations=9, eval_every=1, early_stopping_patience=2, learning_rate=1e-30)
 
 
-def test_an_early_stop_says_why_and_a_resumed_run_ends_there_too(tmp_path, capsys):
+def test_an_early_stop_says_why_and_a_resumed_run_ends_there_too(tmp_path, capsys, monkeypatch):
     run(ppo_v1, tmp_path / "run", **PATIENT)
-    assert "early stop: 2 evaluations without improvement" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "early stop: 2 evaluations in a row were not better" in output
+    assert output.endswith(f"the model of the best evaluation is in {tmp_path / 'run'}/best\n")
     rows = metrics_without_times(tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()  # as if killed after the checkpoint
+    monkeypatch.setattr(ppo_v1, "update", None)  # must not be called
     run(ppo_v1, tmp_path / "run", **PATIENT, resume=True)
     assert metrics_without_times(tmp_path / "run") == rows and len(rows) == 1 + 2
     assert (tmp_path / "run" / "summary.json").exists()
