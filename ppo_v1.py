@@ -522,10 +522,11 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
         if args.target_kl and len(steps) > 1 and stats["approx_kl"] > 1.5 * args.target_kl:
             break
         optimizer.step()
-    if not steps and not batch["response_mask"].any():  # v1: nan: no response has a score
-        steps.append(stats)  # NaN is logged, and the run goes on
     if not steps:
-        sys.exit("no step of this update had a finite loss and gradient")
+        if batch["response_mask"].any():
+            sys.exit("no step of this update had a finite loss and gradient")
+        print("warning: no response has a finite score, so nothing is trained")  # v1: nan
+        steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
@@ -555,6 +556,8 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     # v1: nan
     scores = torch.cat(scores)
     is_finite = scores.isfinite()
+    if not is_finite.any():
+        sys.exit("no response of the evaluation has a finite score")
     metrics = {"eval/score": scores[is_finite].mean().item()}
     metrics["eval/nan_scores"] = (~is_finite).sum().item()
     return metrics, samples

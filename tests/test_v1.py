@@ -313,7 +313,9 @@ BAD_SCORES = "[2.0 + len(r) if len(n) != 3 else float('nan') for r in responses]
 
 
 @either
-def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(script, extra, tmp_path):
+def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(
+    script, extra, tmp_path, capsys
+):
     """Iteration 2: every score is NaN. No weight moves, momentum included, and nothing counts as zero."""
     lines = ["n = []", "def mine(prompts, responses, answers):", "    n.append(1)"]
     (tmp_path / "reward.py").write_text("\n".join([*lines, f"    return {BAD_SCORES}"]))
@@ -332,6 +334,16 @@ def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(script,
     assert rows[1]["charts/score"] is None and rows[1]["losses/policy_loss"] is None
     assert rows[1]["losses/kl_coef"] == rows[2]["losses/kl_coef"] != rows[3]["losses/kl_coef"]
     assert same(saved[0], saved[1]) and not same(saved[1], saved[2])
+    assert capsys.readouterr().out.count("no response has a finite score") == 1
+
+
+@either
+def test_a_reward_function_that_returns_only_nan_ends_the_run(script, extra, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def mine(prompts, *rest):\n    return [float('nan')] * len(prompts)"
+    )
+    with pytest.raises(SystemExit, match="no response of the evaluation has a finite score"):
+        run(script, tmp_path / "run", **extra, reward_fn=f"{tmp_path / 'reward.py'}:mine")
 
 
 def test_metrics_leave_responses_without_a_score_out():
