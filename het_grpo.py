@@ -1135,7 +1135,8 @@ def main(args: Args) -> dict[str, float]:
 
     tasks = list(range(args.num_train_tasks))
     held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
-    is_resumed = args.resume and any_rank(has_checkpoint(args), device)
+    # If a rank does not find the checkpoint, loading it there ends the run.
+    is_resumed = args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device)
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
@@ -1994,11 +1995,13 @@ FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens 
 def parse_args() -> Args:
     """With --resume, the options that the run was started with are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
-    folder = Path(typed.run_dir or "")
-    if not (typed.resume and typed.run_dir and holds_own_run(folder)):
+    options = {}
+    if typed.resume and typed.run_dir:
+        options = options_of_run(Path(typed.run_dir))
+    if not options:
         return tyro.cli(Args, description=__doc__)
     saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
-    vars(saved).update(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    vars(saved).update(options)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
@@ -2024,23 +2027,22 @@ def save_checkpoint(run, policy, optimizer, state: dict):
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def has_checkpoint(args) -> bool:
-    return (Path(args.run_dir) / "checkpoint.pt").exists()
-
-
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
     is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
-    return args.resume and (is_empty or holds_own_run(folder))
+    return args.resume and (is_empty or bool(options_of_run(folder)))
 
 
-def holds_own_run(folder: Path) -> bool:
+def options_of_run(folder: Path) -> dict:
+    """The options with which the run in this folder was started; {} if there is no run."""
     path = folder / "args.json"
     if not path.exists():
-        return False
+        return {}
     options = json.loads(path.read_text(encoding="utf-8"))
-    return options.get("script") == Path(__file__).stem
+    if options.get("script") != Path(__file__).stem:
+        sys.exit(f"--resume: the run in {folder} was made by another script")
+    return options
 
 
 def load_checkpoint(policy, optimizer, args) -> dict:
