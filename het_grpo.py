@@ -1697,10 +1697,10 @@ def add_adapters(policy, args):
     policy.eval()
 
 
-def trained_weights(policy) -> dict:
-    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+def trained_names(policy) -> list[str]:
+    """Names of the weights that are trained. With LoRA, those of adapters and value head."""
     state = policy.state_dict(keep_vars=True)
-    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
+    return [name for name, weight in state.items() if weight.requires_grad]
 
 
 def merge_adapters(lm):
@@ -2021,7 +2021,7 @@ def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
+        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
@@ -2082,16 +2082,18 @@ def drop_lines_after(global_step: int, path: Path):
 
 def save_model(policy, tokenizer, folder: Path):
     """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
-    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    lm = policy.lm
+    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
+        lm, state = merge_adapters(lm)
+    else:
+        state = dcp.get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
-    lm = policy.lm
-    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-    if hasattr(lm, "peft_config"):  # v1: lora
-        lm, lm_state = merge_adapters(lm)
+    for name in lm.all_tied_weights_keys:  # their values are in the file under another name
+        state.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
     old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=lm_state)
+    lm.save_pretrained(new_folder, state_dict=state)
     tokenizer.save_pretrained(new_folder)
     shutil.rmtree(old_folder, ignore_errors=True)
     if folder.exists():  # a folder that is not empty cannot be replaced

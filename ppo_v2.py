@@ -399,7 +399,8 @@ def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args,
     sampled.
     """
     if args.rollout_lag:
-        current_weights = {name: x.cpu().clone() for name, x in trained_weights(policy).items()}
+        weights = policy.state_dict()
+        current_weights = {name: weights[name].cpu().clone() for name in trained_names(policy)}
         past_weights.append(current_weights)
         del past_weights[: -args.rollout_lag - 1]  # keep K + 1
         policy.load_state_dict(past_weights[0], strict=False)  # frozen weights are not in it
@@ -1640,10 +1641,10 @@ def without_adapters(policy, *inputs):
 
 
 # v1: lora
-def trained_weights(policy) -> dict:
-    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+def trained_names(policy) -> list[str]:
+    """Names of the weights that are trained. With LoRA, those of adapters and value head."""
     state = policy.state_dict(keep_vars=True)
-    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
+    return [name for name, weight in state.items() if weight.requires_grad]
 
 
 # v1: lora
@@ -1862,7 +1863,7 @@ def save_checkpoint(run, policy, optimizer, state: dict):
     """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
+        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
@@ -1923,16 +1924,18 @@ def replace_text(path: Path, text: str):
 
 def save_model(policy, tokenizer, folder: Path):
     """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
-    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    lm = policy.lm
+    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
+        lm, state = merge_adapters(lm)
+    else:
+        state = dcp.get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
-    lm = policy.lm
-    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-    if hasattr(lm, "peft_config"):  # v1: lora
-        lm, lm_state = merge_adapters(lm)
+    for name in lm.all_tied_weights_keys:  # their values are in the file under another name
+        state.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
     old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=lm_state)
+    lm.save_pretrained(new_folder, state_dict=state)
     tokenizer.save_pretrained(new_folder)
     shutil.rmtree(old_folder, ignore_errors=True)
     if folder.exists():  # a folder that is not empty cannot be replaced

@@ -506,6 +506,19 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(tmp_path):
     assert_nearly_the_same(tmp_path / "one", cut)
 
 
+def test_tied_weights_of_a_sharded_model_are_saved_once(tmp_path):
+    """The LM head of GPT-2 is its embedding. The whole weights of shards do not share memory."""
+    tokenizer = ppo_v1.make_tiny_tokenizer()
+    config = tiny_gpt2(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    for part in (transformers.AutoModelForCausalLM.from_config(config), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    options = dict(model_name=str(tmp_path / "model"), num_iterations=1, learning_rate=1e-2)
+    run(ppo_v1, tmp_path / "one", **options)
+    assert two_ranks(lambda rank: run(ppo_v1, tmp_path / "two", fsdp=True, **options)) == [0, 0]
+    assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    assert weights(tmp_path / "two").keys() == weights(tmp_path / "model", "").keys()
+
+
 def test_two_nodes_make_the_update_of_one_process(tmp_path):
     """Two torchrun commands, as on two machines. Each has a folder of its own, and only node 0 writes."""
     options = dict(num_iterations=2, learning_rate=1e-4)
