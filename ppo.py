@@ -530,7 +530,7 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
+                f"sampling and training differ by {mismatch:.2f} nats per token: use another model"
             )
 
         # 4. evaluate and log

@@ -716,7 +716,8 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
+                f"sampling and training differ by {mismatch:.2f} nats per token: use another model, "
+                "or leave out --bf16"  # v1: memory
             )
 
         # 4. evaluate and log
@@ -804,6 +805,8 @@ def check_v1_args(args: Args):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, or None")
     if args.warmup_steps < 0 or args.lora_rank < 0:
         raise ValueError("--warmup-steps and --lora-rank must not be negative")
+    if args.warmup_steps >= args.num_iterations:
+        raise ValueError("--warmup-steps must be below --num-iterations")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():

@@ -189,7 +189,8 @@ LM_BAD = """--temperature 0 | --learning-rate nan | --gae-lambda 1.5 | --kl-coef
     --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
 BAD = {  # flags that make no sense, options that would be ignored among them; the last is named, by its last word
     "ppo": LM_BAD,
-    "ppo_v1": LM_BAD + " | --resume | --fsdp | --dual-clip 0.5 | --early-stopping-patience 0",
+    "ppo_v1": LM_BAD
+    + " | --warmup-steps 40 | --resume | --fsdp | --dual-clip 0.5 | --early-stopping-patience 0",
     "ppo_v2": LM_BAD + " | --replay-buffer-size 700 | --priority-age-tau None | --correction dppo",
     "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --temperature 0
         --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard
