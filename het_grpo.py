@@ -1282,6 +1282,10 @@ def prepare_training(policy: Policy, args, device):
     if args.fsdp:
         shard(policy, device)
     trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
+    num_parameters = sum(x.numel() for x in trained)
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    if args.lora_rank:
+        print(f"the other parameters are frozen, in {args.weights_dtype}")
     return torch.optim.AdamW(trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
 
 
@@ -2145,9 +2149,7 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
-        if device.type != "cpu":
-            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
-        device = torch.device("cpu")
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

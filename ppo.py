@@ -492,6 +492,8 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(
         policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
+    num_parameters = sum(x.numel() for x in policy.parameters())
+    print(f"device {device}, {num_parameters:,} parameters are trained")
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     run = Run(args)

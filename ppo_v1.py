@@ -649,6 +649,10 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(
         trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
+    num_parameters = sum(x.numel() for x in trained)
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    if args.lora_rank:  # v1: lora
+        print(f"the other parameters are frozen, in {args.weights_dtype}")
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     # v1: checkpoint, kl, best: what changes during the run, besides weights and optimizer
@@ -1427,9 +1431,7 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
-        if device.type != "cpu":
-            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
-        device = torch.device("cpu")
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

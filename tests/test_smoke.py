@@ -115,7 +115,8 @@ def test_command_line_prints_plain_status_lines(name, last, run_script):
     done = run_script(f"{name}.py", *words)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(lines) == 3 and done.stdout.splitlines()[-3].startswith("eval/score ")
+    assert len(lines) == 3 and "\neval/score " in done.stdout
+    assert re.search(r"^device cpu, \d+,\d+ parameters are trained$", done.stdout, re.M)
     for line in lines:
         assert re.fullmatch(r"\[\d/3\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d" + last, line), (
             line
