@@ -365,7 +365,7 @@ def add_advantages(batch: dict, kl_coef, args):
 
 def minibatch_rows(batch: dict, args):
     """Yield the rows of each minibatch, epoch by epoch."""
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
         yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
 
 
@@ -395,23 +395,27 @@ def ppo_loss(policy, minibatch: dict, args):
     return loss, {name: mean.detach() for name, mean in means.items()}
 
 
+def compute_gradient(policy, minibatch: dict, args) -> dict:
+    """Add up the gradient of a minibatch, and clip its norm. Returns statistics."""
+    loss, stats = ppo_loss(policy, minibatch, args)
+    loss.backward()
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+    return stats
+
+
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl and clipfrac of the first step are 0.
+    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
-    device = batch["response_ids"].device
     steps = []
     num_skipped = 0
     for mb_inds in minibatch_rows(batch, args):
-        mb_inds = mb_inds.to(device)
         optimizer.zero_grad()
         minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
-        loss, stats = ppo_loss(policy, minibatch, args)
-        loss.backward()
-        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
             continue

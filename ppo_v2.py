@@ -174,7 +174,7 @@ class Args:
 
     # v1: accumulate, distributed
     def num_parts(self) -> int:
-        """Micro-batches of an epoch, over all processes."""
+        """Micro-batches of an epoch: minibatches x accumulation steps x processes."""
         return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
     # v2: correction
@@ -262,8 +262,7 @@ def logprobs_and_values(policy, batch: dict):
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
     """Call `logprobs_and_values` without gradients on a few rows at a time.  -> 3 x (B,R)"""
-    size = args.batch_size // args.num_minibatches
-    size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
+    size = args.batch_size // args.num_parts()  # v1: accumulate, distributed
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
         minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
@@ -825,7 +824,7 @@ def minibatch_rows(batch: dict, args):
     v2: buffer: drawn rows follow the fresh ones, and every minibatch has its share of both.
     """
     num_drawn = len(batch["scores"]) - args.batch_size
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
         fresh_parts = torch.randperm(args.batch_size).chunk(args.num_minibatches)
         drawn_rows = torch.randperm(num_drawn) + args.batch_size
         drawn_parts = drawn_rows.tensor_split(args.num_minibatches)
@@ -889,32 +888,38 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     return loss, {name: mean.detach() for name, mean in means.items()}
 
 
+def compute_gradient(policy, minibatch: dict, args) -> dict:
+    """Add up the gradient of a minibatch, and clip its norm. Returns statistics."""
+    # v1: accumulate, distributed
+    num_tokens = minibatch["response_mask"].sum()
+    stats = {}
+    rows = torch.arange(len(minibatch["scores"]))
+    for micro_inds in my_share(rows).chunk(args.gradient_accumulation_steps):
+        micro_batch = {name: tensor[micro_inds] for name, tensor in minibatch.items()}
+        loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
+        loss.backward()
+        for name, value in micro_stats.items():
+            stats[name] = stats.get(name, 0) + value
+    sum_over_ranks(stats.values())
+    sum_gradients(policy)
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+    if args.fsdp:  # v1: distributed
+        stats["grad_norm"] = stats["grad_norm"].full_tensor()
+    return stats
+
+
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl and clipfrac of the first step are 0.
+    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
     """
     # v2: buffer: `mix` has normalized the advantages
-    device = batch["response_ids"].device
     steps = []
     num_skipped = 0
     for mb_inds in minibatch_rows(batch, args):
-        mb_inds = mb_inds.to(device)
         optimizer.zero_grad()
-        # v1: accumulate, distributed
-        num_tokens = batch["response_mask"][mb_inds].sum()
-        stats = {}
-        for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
-            micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-            loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
-            loss.backward()
-            for name, value in micro_stats.items():
-                stats[name] = stats.get(name, 0) + value
-        sum_over_ranks(stats.values())
-        sum_gradients(policy)
-        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        if args.fsdp:  # v1: distributed
-            stats["grad_norm"] = stats["grad_norm"].full_tensor()
+        minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+        stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
             continue

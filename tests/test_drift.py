@@ -36,6 +36,7 @@ OWN_TEXT = {
     "load_run": {"wsrl_warmup": "other buffers"},
     "use_bf16": {"het_grpo": "no value head"},
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},
+    "compute_gradient": {"ppo": "no micro-batches, one process"},
     "update": {"ppo": "no micro-batches", "ppo_v2": "advantages are normalized before the mix"},
     "minibatch_rows": {"ppo_v2": "fresh and drawn rollouts in every minibatch"},
 }
