@@ -240,12 +240,10 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
 
     longest = response_mask.sum(1).max()
-    return dict(
-        response_ids=response_ids[:, :longest],
-        response_mask=response_mask[:, :longest],
-        logprobs=logprobs[:, :longest],
-        values=values[:, :longest],
+    batch = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
+    return {name: tensor[:, :longest] for name, tensor in batch.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:

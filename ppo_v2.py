@@ -334,12 +334,12 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
 
     longest = response_mask.sum(1).max()
-    return dict(
-        response_ids=response_ids[:, :longest],
-        response_mask=response_mask[:, :longest],
-        logprobs=logprobs[:, :longest],
-        values=values[:, :longest],
+    if world_size() > 1:  # v1: distributed: the responses of all ranks get one width
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+    batch = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
+    return {name: tensor[:, :longest] for name, tensor in batch.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
@@ -956,7 +956,7 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
         # v1: distributed: add copies of a prompt until every rank has the same number of prompts
         copies = some_pairs[:1] * (-len(some_pairs) % world_size())
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
-        batch = gather_rows(batch, args)
+        batch = gather_rows(batch)
         scores.append(batch["scores"][: len(some_pairs)])
         samples += as_samples(batch, some_pairs[: 8 - len(samples)], tokenizer)
     # v1: nan
@@ -1128,7 +1128,7 @@ def main(args: Args) -> dict[str, float]:
         else:
             batch["ref_logprobs"], _, _ = logprobs_and_values_in_parts(reference, batch, args)
 
-        batch = gather_rows(batch, args)  # v1: distributed
+        batch = gather_rows(batch)  # v1: distributed
 
         # 2. advantages
         add_advantages(batch, state["kl_coef"], args)  # v1: kl
@@ -2057,21 +2057,15 @@ def any_rank(flag: bool, device) -> bool:
     return count.item() > 0
 
 
-def gather_rows(batch: dict, args) -> dict:
+def gather_rows(batch: dict) -> dict:
     """The rows of all ranks on every rank, in the order of a single process."""
     if world_size() == 1:
         return batch
     gathered = {}
     for name, tensor in batch.items():
-        if tensor.dim() == 2 and "prompt" not in name:  # ranks have responses of unequal length
-            tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
         parts = [torch.empty_like(tensor) for _ in range(world_size())]
         dist.all_gather(parts, tensor.contiguous())
         gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # the reverse of my_share
-    width = max(1, int(gathered["response_mask"].sum(1).max()))
-    for name, tensor in gathered.items():
-        if tensor.dim() == 2 and "prompt" not in name:
-            gathered[name] = tensor[:, :width]
     return gathered
 
 

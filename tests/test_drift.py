@@ -13,6 +13,7 @@ OWN_TEXT = {
     "as_samples": {"ppo": "no score is NaN"},
     "batch_metrics": {"ppo": "no score is NaN, no KL controller"},
     "policy_loss": {"ppo": "no clip-higher, no dual clip"},
+    "generate": {"ppo": "one process"},
     "rollout": {"ppo": "one process, a NaN ends the run"},
     "logprobs_and_values_in_parts": {"ppo": "no micro-batches"},
     "Run": {
