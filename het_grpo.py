@@ -1280,7 +1280,7 @@ def prepare_training(policy: Policy, args, device):
     if args.bf16:
         use_bf16(policy)
     if args.fsdp:
-        shard(policy, device)
+        shard(policy)
     trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
     num_parameters = sum(x.numel() for x in trained)
     print(f"device {device}, {num_parameters:,} parameters are trained")
@@ -2163,13 +2163,13 @@ def broadcast_weights(policy):
             dist.broadcast(parameter.data, 0)
 
 
-def shard(policy, device):
+def shard(policy):
     """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
 
     With reshard_after_forward=True every forward pass would gather them, and every rank would have
     to make the same number of passes. But ranks sample different numbers of tokens.
     """
-    mesh = init_device_mesh(device.type, (world_size(),))
+    mesh = init_device_mesh(policy.eos_ids.device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)

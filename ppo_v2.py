@@ -1041,16 +1041,7 @@ def main(args: Args) -> dict[str, float]:
         reference = partial(without_adapters, policy)
     elif args.kl_coef:
         reference = copy.deepcopy(policy).requires_grad_(False)
-    # v1: memory, distributed: these replace methods of the policy's modules, so they must follow
-    # the copy, whose methods would else be those of the policy
-    if args.gradient_checkpointing:
-        checkpoint_layers(policy)
-    if args.bf16:
-        use_bf16(policy)
-        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
-            use_bf16(reference)
-    if args.fsdp:
-        shard(policy, device)
+    save_memory(policy, reference, args)  # v1: memory, distributed
     trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
     optimizer = torch.optim.AdamW(
         trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
@@ -1603,6 +1594,23 @@ def transformer_layers(model):
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
+# v1: memory, distributed
+def save_memory(policy, reference, args):
+    """Recompute activations, use bfloat16, and shard, if the options say so.
+
+    All three replace methods of the modules. A reference that is copied later would call those of
+    the policy.
+    """
+    if args.gradient_checkpointing:
+        checkpoint_layers(policy)
+    if args.bf16:
+        use_bf16(policy)
+        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
+            use_bf16(reference)
+    if args.fsdp:
+        shard(policy)
+
+
 # v1: memory
 def checkpoint_layers(policy):
     """Recompute the activations of each layer in the backward pass.
@@ -2020,13 +2028,13 @@ def broadcast_weights(policy):
             dist.broadcast(parameter.data, 0)
 
 
-def shard(policy, device):
+def shard(policy):
     """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
 
     With reshard_after_forward=True every forward pass would gather them, and every rank would have
     to make the same number of passes. But ranks sample different numbers of tokens.
     """
-    mesh = init_device_mesh(device.type, (world_size(),))
+    mesh = init_device_mesh(policy.eos_ids.device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
