@@ -1840,15 +1840,9 @@ class Run:
 
 
 def plot_metric(axis, rows: list[dict], name: str):
-    """Draw a metric as dots, and the mean of its last five values as a curve."""
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
-    values = [row[name] for row in rows]
-    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-    if name.startswith("eval/"):  # not smoothed, because evaluations are few
-        curve = values
-    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
-    axis.plot(steps, curve, color=dots.get_color(), label=name)
+    axis.plot(steps, [row[name] for row in rows], ".-", label=name)
 
 
 # --- command line ---

@@ -45,7 +45,6 @@ import time
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import transformers
@@ -853,23 +852,17 @@ class Run:
             self.wandb.finish()
 
         last_row = self.rows[-1]
-        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
+        scores = [row["eval/score"] for row in self.rows if "eval/score" in row]
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
 def plot_metric(axis, rows: list[dict], name: str):
-    """Draw a metric as dots, and the mean of its last five values as a curve."""
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
-    values = [row[name] for row in rows]
-    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-    if name.startswith("eval/"):  # not smoothed, because evaluations are few
-        curve = values
-    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
-    axis.plot(steps, curve, color=dots.get_color(), label=name)
+    axis.plot(steps, [row[name] for row in rows], ".-", label=name)
 
 
 # --- command line ---
