@@ -562,8 +562,10 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     is_finite = scores.isfinite()
     if not is_finite.any():
         sys.exit("no response of the evaluation has a finite score")
-    metrics = {"eval/score": scores[is_finite].mean().item()}
-    metrics["eval/nan_scores"] = (~is_finite).sum().item()
+    metrics = {
+        "eval/score": scores[is_finite].mean().item(),
+        "eval/nan_scores": (~is_finite).sum().item(),
+    }
     return metrics, samples
 
 
@@ -767,12 +769,19 @@ POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_respons
     temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
     vf_clip_coef""".split()
 NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
+# v1: checkpoint, schedule, accumulate, memory, lora, best, kl, clip
+POSITIVE += """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
+    ref_kl_target target_kl clip_coef_high dual_clip""".split()
+NOT_NEGATIVE += ["warmup_steps", "lora_rank"]
 
 
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
-        if not getattr(args, name) > 0:  # this refuses NaN as well
+        value = getattr(args, name)
+        if (
+            value is not None and not value > 0
+        ):  # this refuses NaN as well; None turns a feature off
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
@@ -792,18 +801,8 @@ def check_args(args: Args):
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
 
-# v1: checkpoint, accumulate, kl, clip, distributed, lora
-V1_POSITIVE = """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
-    ref_kl_target target_kl clip_coef_high dual_clip""".split()
-
-
+# v1: checkpoint, schedule, accumulate, kl, clip, distributed, lora
 def check_v1_args(args: Args):
-    for name in V1_POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, or None")
-    if args.warmup_steps < 0 or args.lora_rank < 0:
-        raise ValueError("--warmup-steps and --lora-rank must not be negative")
     if args.warmup_steps >= args.num_iterations:
         raise ValueError("--warmup-steps must be below --num-iterations")
     if args.resume and not args.run_dir:

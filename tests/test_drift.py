@@ -9,6 +9,7 @@ from conftest import ROOT
 SCRIPTS = [ROOT / f"{name}.py" for name in conftest.SCRIPTS]
 # name -> {scripts: reason}: these scripts have a text of their own, which they share; the other copies must agree
 OWN_TEXT = {
+    "check_args": {"ppo": "no number is None"},
     "evaluate": {"ppo": "one process, and no score is NaN"},
     "as_samples": {"ppo": "no score is NaN"},
     "batch_metrics": {"ppo": "no score is NaN, no KL controller"},
