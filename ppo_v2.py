@@ -525,31 +525,31 @@ def inside_clip(ratios, advantages, clip_coef):
     return ~(too_high | too_low)
 
 
-def none(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None):
+def none(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """No correction: PPO as if prox had sampled the token."""
     ratios = importance_ratio(new_logprobs, logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def behaviour(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None):
+def behaviour(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """PPO as in the paper: the old policy is the one that sampled."""
     ratios = importance_ratio(new_logprobs, mu_logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def decoupled(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=2.0):
+def decoupled(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Clip the step from prox (arXiv:2110.00641); importance weight prox/mu, at most `limit`."""
     ratios = importance_ratio(new_logprobs, logprobs)
     correction = importance_ratio(logprobs, mu_logprobs).clamp(max=limit)
     return correction * ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def cispo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=4.0):
+def cispo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Keep every token, with a weight of at most 1 + limit (arXiv:2506.13585)."""
     return importance_ratio(new_logprobs, mu_logprobs).clamp(max=1 + limit)
 
 
-def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=0.2):
+def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Drop a token once its probability has moved by more than `limit` (arXiv:2602.04879).
 
     Only a move in the direction of the advantage counts. The weight itself has no bound.
@@ -559,7 +559,7 @@ def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
     return importance_ratio(new_logprobs, mu_logprobs) * is_kept
 
 
-def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=0.04):
+def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Drop tokens until the mean square log-ratio of the others is `limit` (arXiv:2510.01161).
 
     Only tokens that the gradient would move further from mu may be dropped; the largest go first.
@@ -583,6 +583,7 @@ def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
 CORRECTIONS = dict(
     none=none, behaviour=behaviour, decoupled=decoupled, cispo=cispo, dppo=dppo, m2po=m2po
 )
+LIMITS = dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04)  # unless --correction-limit is set
 
 
 def stale_policy_loss(
@@ -592,13 +593,29 @@ def stale_policy_loss(
 
     --clip-coef-high and --dual-clip act on fresh tokens only.
     """
-    options = {} if limit is None else dict(limit=limit)
-    now = new_logprobs.detach()
     rule = CORRECTIONS[correction]
-    weights = rule(now, logprobs, mu_logprobs, advantages, mask, clip_coef, **options)
+    limit = limit or LIMITS.get(correction)
+    now = new_logprobs.detach()
+    weights = rule(now, logprobs, mu_logprobs, advantages, mask, clip_coef, limit)
     # The last factor is 1, and its gradient is that of new_logprobs.
     loss = -advantages * weights * (1 + new_logprobs - now)
     return loss, (weights == 0).float()
+
+
+def replace_stale_losses(pg_loss, clipped, new_logprobs, minibatch: dict, args):
+    """Put the loss of `stale_policy_loss` where tokens are stale.  -> 2 x (B,R)"""
+    is_stale = (minibatch["is_replayed"] > 0) | (args.rollout_lag > 0)  # (B,1)
+    stale_loss, dropped = stale_policy_loss(
+        args.stale_correction(),
+        new_logprobs,
+        minibatch["logprobs"],
+        minibatch["mu_logprobs"],
+        minibatch["advantages"],
+        minibatch["response_mask"].float() * is_stale,
+        args.clip_coef,
+        args.correction_limit,
+    )
+    return torch.where(is_stale, stale_loss, pg_loss), torch.where(is_stale, dropped, clipped)
 
 
 # --- buffer ---
@@ -627,9 +644,7 @@ class ReplayBuffer:
         return dict(rows=self.rows, num_draws=self.num_draws, num_reused=self.num_reused)
 
     def load_state_dict(self, state: dict):
-        self.rows = state["rows"]
-        self.num_draws = state["num_draws"]
-        self.num_reused = state["num_reused"]
+        vars(self).update(state)
 
     def priorities(self, batch: dict):
         """Mean of max(advantage, 0), or of |advantage|, over a response; to the power of alpha."""
@@ -771,6 +786,18 @@ def mix(batch: dict, drawn: dict, args) -> dict:
     return join([fresh, drawn]) if drawn else fresh
 
 
+def value_weights(minibatch: dict, args):
+    """Weights of the value loss.  -> (B,1)
+
+    With --replay-advantages positive they are 0 for drawn rollouts, unlike in arXiv:1806.05635. The
+    priorities prefer responses that went better than expected, and a critic that learned from them
+    would expect too much.
+    """
+    if args.replay_advantages == "positive":
+        return minibatch["sample_weights"] * (1 - minibatch["is_replayed"])
+    return minibatch["sample_weights"]
+
+
 def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
     """How far the policy before the update is from the one that sampled.
 
@@ -848,28 +875,10 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
         new_logprobs, logprobs, advantages, args.clip_coef, args.clip_coef_high, args.dual_clip
     )
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
-    # v2: correction: stale tokens have a loss of their own
-    is_replayed = minibatch["is_replayed"]  # (B,1)
-    is_stale = (is_replayed > 0) | (args.rollout_lag > 0)
-    stale_loss, dropped = stale_policy_loss(
-        args.stale_correction(),
-        new_logprobs,
-        logprobs,
-        minibatch["mu_logprobs"],
-        advantages,
-        mask * is_stale,
-        args.clip_coef,
-        args.correction_limit,
-    )
-    pg_loss = torch.where(is_stale, stale_loss, pg_loss)
-    clipped = torch.where(is_stale, dropped, clipped)
-    # v2: buffer
-    pg_loss = pg_loss * minibatch["sample_weights"]
-    v_loss = v_loss * minibatch["sample_weights"]
-    if args.replay_advantages == "positive":
-        # Drawn responses went better than expected, and a critic that learned from them would
-        # expect too much. So only fresh ones train it, unlike in arXiv:1806.05635.
-        v_loss = v_loss * (1 - is_replayed)
+    if args.use_replay_buffer or args.rollout_lag:  # v2: correction, buffer
+        pg_loss, clipped = replace_stale_losses(pg_loss, clipped, new_logprobs, minibatch, args)
+        pg_loss = pg_loss * minibatch["sample_weights"]
+        v_loss = v_loss * value_weights(minibatch, args)
     per_token = dict(
         policy_loss=pg_loss,
         value_loss=v_loss,
@@ -879,7 +888,7 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
         abs_logratio=(new_logprobs.detach() - logprobs).abs(),
     )
     if args.use_replay_buffer:  # v2: buffer
-        per_token["clipfrac_replay"] = clipped * is_replayed
+        per_token["clipfrac_replay"] = clipped * minibatch["is_replayed"]
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}  # v1: accumulate
     loss = (
         means["policy_loss"] + args.vf_coef * means["value_loss"] - args.ent_coef * means["entropy"]
