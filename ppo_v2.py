@@ -1214,6 +1214,10 @@ NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
 POSITIVE += """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
     ref_kl_target target_kl clip_coef_high dual_clip""".split()
 NOT_NEGATIVE += ["warmup_steps", "lora_rank"]
+# v2: lag, correction, buffer
+POSITIVE += """correction_limit replay_sample_size priority_age_tau max_replay_reuse min_replay_size
+    staleness_threshold replay_start_size replay_grow_iteration new_samples_ratio""".split()
+NOT_NEGATIVE += "rollout_lag priority_alpha priority_beta priority_beta_increment".split()
 
 
 def check_args(args: Args):
@@ -1274,25 +1278,22 @@ def check_v1_args(args: Args):
 
 
 # v2: lag, correction, buffer
-V2_POSITIVE = """correction_limit replay_sample_size priority_age_tau max_replay_reuse min_replay_size
-    staleness_threshold replay_start_size replay_grow_iteration new_samples_ratio""".split()
-REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
-    new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
-    priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
-    replay_grow_iteration replay_advantages""".split()
+NEEDS = {  # options that do nothing without another one
+    "use_replay_buffer": """replay_from replay_buffer_size min_replay_size replay_sample_size
+        new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
+        priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
+        replay_grow_iteration replay_advantages""".split(),
+    "use_priority_sampling": ["priority_alpha"],
+    "replay_start_size": ["replay_grow_iteration"],
+}
 
 
 def check_v2_args(args: Args):
-    for name in V2_POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    for name in ("rollout_lag", "priority_alpha", "priority_beta", "priority_beta_increment"):
-        if not getattr(args, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
-    for name in REPLAY_OPTIONS:
-        if not args.use_replay_buffer and getattr(args, name) != getattr(Args, name):
-            raise ValueError(f"--{name.replace('_', '-')} needs --use-replay-buffer")
+    for needed, names in NEEDS.items():
+        for name in names:
+            if not getattr(args, needed) and getattr(args, name) != getattr(Args, name):
+                option, other = (x.replace("_", "-") for x in (name, needed))
+                raise ValueError(f"--{option} needs --{other}")
 
     has_stale_tokens = args.use_replay_buffer or args.rollout_lag
     rule = args.stale_correction()
@@ -1300,22 +1301,31 @@ def check_v2_args(args: Args):
         raise ValueError("--rollout-lag copies whole weights, which --fsdp does not have")
     if args.rollout_lag and (args.clip_coef_high or args.dual_clip):
         raise ValueError("--clip-coef-high and --dual-clip do nothing with a lag")
+    if args.rollout_lag and args.ref_kl_target:
+        raise ValueError("--ref-kl-target needs a KL, which stale tokens do not measure: no lag")
     if rule == "m2po" and has_stale_tokens and args.num_parts() > args.num_minibatches:
         raise ValueError("--correction m2po needs a whole minibatch at once, in one process")
     if (args.correction != "auto" or args.correction_limit) and not has_stale_tokens:
         raise ValueError("--correction and --correction-limit need a lag or a replay buffer")
-    if args.correction_limit and rule in ("none", "behaviour"):
+    if args.correction_limit and rule not in LIMITS:
         raise ValueError(f"--correction {rule} has no --correction-limit")
 
     if args.replay_buffer_size < max(args.min_replay_size, args.replay_start_size or 0):
         raise ValueError("--replay-buffer-size is below --min-replay-size or --replay-start-size")
-    if args.use_replay_buffer and args.min_replay_size > args.batch_size * args.staleness_threshold:
+    max_fresh_rollouts = args.batch_size * args.staleness_threshold
+    if (
+        args.use_replay_buffer
+        and not args.replay_from
+        and args.min_replay_size > max_fresh_rollouts
+    ):
         raise ValueError(
             "--min-replay-size is never reached: the buffer holds --batch-size rollouts of each of "
             "the last --staleness-threshold iterations"
         )
     if args.priority_beta > 1:
         raise ValueError("--priority-beta must be from 0 to 1")
+    if args.new_samples_ratio and args.new_samples_ratio >= 1:
+        raise ValueError("--new-samples-ratio must be below 1")
     if args.adaptive_reuse and args.update_epochs * args.num_minibatches == 1:
         raise ValueError("--adaptive-reuse does nothing with one step per update, whose KL is 0")
     if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
@@ -1480,8 +1490,9 @@ def read_rollouts(path: str, policy, args) -> dict:
     # larger than the tokenizer's in many models
     vocabulary_size = policy.lm.get_input_embeddings().num_embeddings
     parts = []
-    lines = enumerate(open(path, encoding="utf-8"), 1)
-    for number, line in deque(lines, maxlen=args.replay_buffer_size):
+    with open(path, encoding="utf-8") as file:
+        last_lines = deque(enumerate(file, 1), maxlen=args.replay_buffer_size)
+    for number, line in last_lines:
         try:
             row = json.loads(line)
             part = dict(

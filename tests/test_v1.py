@@ -177,9 +177,11 @@ def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path, monk
 # --- checkpoint ---
 @either
 def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_path):
-    options = LONG | extra | dict(ref_kl_target=0.1)
+    options = LONG | extra
     options |= (
-        dict(rollout_lag=2, correction="decoupled", log_rollouts=True) if script is ppo_v2 else {}
+        dict(rollout_lag=2, correction="decoupled", log_rollouts=True)
+        if script is ppo_v2
+        else dict(ref_kl_target=0.1)
     )
     run(script, tmp_path / "whole", **options)
     killed, rng = tmp_path / "killed", random.Random(0)

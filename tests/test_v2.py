@@ -81,7 +81,7 @@ def test_priorities_that_underflow_can_still_be_drawn(tau):
 
 
 def test_uniform_draws_weigh_one():
-    options = dict(use_priority_sampling=False, priority_beta=1.0)
+    options = dict(use_priority_sampling=False, priority_alpha=1.0, priority_beta=1.0)
     for size in (1, 4, 6):
         buffer = filled([1] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], size, **options)
         assert buffer.draw(2, 0.0)[1].tolist() == pytest.approx([1] * size)
@@ -644,7 +644,11 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(use_replay_buffer=True, min_replay_size=9000), "--replay-buffer-size is below"),
         (dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10), "is never reached"),
         (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
-        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "0 drawn rollouts are too few"),
+        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be below 1"),
+        (dict(use_replay_buffer=True, use_priority_sampling=False, priority_alpha=0.5),
+         "--priority-alpha needs --use-priority-sampling"),
+        (dict(use_replay_buffer=True, replay_grow_iteration=9), "needs --replay-start-size"),
+        (dict(rollout_lag=1, ref_kl_target=0.1), "which stale tokens do not measure"),
         (dict(use_replay_buffer=True, adaptive_reuse=True, update_epochs=1),
          "--adaptive-reuse does nothing with one step"),
         (dict(use_replay_buffer=True, max_replay_reuse=0), "--max-replay-reuse must be positive"),
