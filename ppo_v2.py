@@ -771,6 +771,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
         drawn["advantages"] = drawn["advantages"].clamp(min=0)
     elif args.norm_adv:
         drawn["advantages"] = whiten(drawn["advantages"], drawn["response_mask"])
+    drawn["buffer_rows"] = indices
     drawn["sample_weights"] = sample_weights[:, None].to(device)
     drawn["is_replayed"] = torch.ones_like(drawn["sample_weights"])
     return drawn
@@ -822,6 +823,8 @@ def stale_metrics(batch: dict, drawn: dict, buffer, iteration: int, args) -> dic
         metrics |= staleness(batch, 1.0, "lag")
     if drawn:
         metrics |= staleness(drawn, drawn["sample_weights"], "replay")
+        buffer_rows = drawn["buffer_rows"]  # with copies
+        metrics["replay/distinct_frac"] = len(buffer_rows.unique()) / len(buffer_rows)
     if args.use_replay_buffer:
         buffer_stats = buffer.buffer_stats(iteration)
         metrics |= {f"buffer_stats/{name}": value for name, value in buffer_stats.items()}
@@ -1143,10 +1146,12 @@ def main(args: Args) -> dict[str, float]:
         # 3. update
         losses = update(policy, optimizer, train_batch, args)  # v2: buffer
         # v2: lag: `logprobs` are not those of the sampler. In the first iteration mu is prox.
+        if args.rollout_lag:
+            del losses["rollout/logprob_mismatch"]
         if args.rollout_lag and iteration == 1:
             gap = (batch["logprobs"] - batch["mu_logprobs"]).abs()
             losses["rollout/logprob_mismatch"] = masked_mean(gap, batch["response_mask"]).item()
-        mismatch = losses["rollout/logprob_mismatch"]
+        mismatch = losses.get("rollout/logprob_mismatch", 0.0)
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
                 f"sampling and training differ by {mismatch:.2f} nats per token: use another model, "
