@@ -162,6 +162,7 @@ Method = Literal["baseline", "ec", "ei", "het", "sft"]
 RolloutMode = Literal["mixed", "all", "woexp"]
 SampleMode = Literal["keep", "discard", "hybrid"]
 SelectMode = Literal["argmin", "argmax", "random"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass
@@ -173,7 +174,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 50  # iterations between evaluations
     eval_size: int = 480  # number of held-out tasks
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 50  # iterations between checkpoints
@@ -198,9 +199,9 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # multiply matrices in bfloat16; trained weights and losses stay in float32
+    bf16: bool = False  # multiply matrices in bfloat16; with LoRA, add --weights-dtype bfloat16
     lora_rank: int = 0  # train adapters of this rank beside the frozen model (0: train the model)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # type of the weights LoRA freezes
+    weights_dtype: Dtype = "float32"  # format of frozen weights (LoRA); with --bf16 use bfloat16
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
     ent_coef: float = 0.0  # weight of the entropy bonus
@@ -668,13 +669,13 @@ def k3_kl(logp, logq):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where it has no gradient.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
+    if dual_clip:  # v1: clip: else the loss of a negative advantage grows with the ratio
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -1668,7 +1669,7 @@ def load_agent(args, words: list[str]):
 
 
 def transformer_layers(model):
-    """The list of modules that holds most of the parameters."""
+    """The nn.ModuleList with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
@@ -1688,7 +1689,7 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
-        # The LM head stays in float32. In many models it shares its weights with the embedding.
+        # The LM head stays in float32. It is copied, because it may be tied to the embedding.
         float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
@@ -1708,7 +1709,7 @@ def trained_names(policy) -> list[str]:
 
 
 def merge_adapters(lm):
-    """Returns the structure of an ordinary model, and its weights: frozen ones plus adapters."""
+    """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
     state = {}
     for name, weight in lm.state_dict().items():
@@ -1979,7 +1980,7 @@ def check_options(args):
 
 @dataclass
 class ResumeArgs:
-    """The options that are read first: they decide where the defaults of the others come from."""
+    """These options are read first, because the defaults of the others depend on them."""
 
     run_dir: str | None = None
     resume: bool = False
@@ -1991,14 +1992,14 @@ FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens 
 
 
 def parse_args() -> Args:
-    """With --resume, the options that the run was started with are the defaults."""
+    """Read the options. With --resume, the options of the saved run are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
     options = {}
     if typed.resume and typed.run_dir:
         options = options_of_run(Path(typed.run_dir))
     if not options:
         return tyro.cli(Args, description=__doc__)
-    saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
+    saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
     vars(saved).update(options)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
@@ -2016,7 +2017,7 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
-    """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
+    """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
         policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
@@ -2028,7 +2029,7 @@ def save_checkpoint(run, policy, optimizer, state: dict):
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
-    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
+    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
     return args.resume and (is_empty or bool(options_of_run(folder)))
 
 
@@ -2060,7 +2061,7 @@ def load_checkpoint(policy, optimizer, args) -> dict:
 
 
 def replace_text(path: Path, text: str):
-    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -2079,7 +2080,7 @@ def drop_lines_after(global_step: int, path: Path):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
+    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
     lm = policy.lm
     if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
         lm, state = merge_adapters(lm)
@@ -2101,7 +2102,7 @@ def save_model(policy, tokenizer, folder: Path):
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`. The loop then saves and ends the run.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """
@@ -2151,17 +2152,17 @@ def init_distributed(device):
 
 
 def broadcast_weights(policy):
-    """Start all ranks from the weights of rank 0."""
+    """Start all ranks from the weights of rank 0: a warm start rounds differently on other CPUs."""
     if world_size() > 1:
         for parameter in policy.parameters():
             dist.broadcast(parameter.data, 0)
 
 
 def shard(policy):
-    """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
+    """Shard with FSDP2. The first forward pass gathers the weights, the backward pass frees them.
 
-    With reshard_after_forward=True every forward pass would gather them, and every rank would have
-    to make the same number of passes. But ranks sample different numbers of tokens.
+    With reshard_after_forward=True all ranks would gather them in every forward pass. But ranks
+    make different numbers of passes, because they sample different numbers of tokens.
     """
     mesh = init_device_mesh(policy.eos_ids.device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):

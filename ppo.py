@@ -64,7 +64,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
     eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     # task
     task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
@@ -129,8 +129,8 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
-        # The value head reads the hidden states that the LM head reads. A hook on the LM head gets
-        # them; with output_hidden_states=True the model would keep those of every layer.
+        # The value head has the same inputs as the LM head. A hook on the LM head keeps them. With
+        # output_hidden_states=True the model would keep the hidden states of every layer.
         lm_head_inputs = []
         lm_head = self.lm.get_output_embeddings()
         hook = lm_head.register_forward_pre_hook(lambda _, inputs: lm_head_inputs.append(inputs[0]))
@@ -246,7 +246,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Sample a response to each prompt and score it. Without uniform numbers, respond greedily.
+    """Sample and score a response to each prompt. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -264,7 +264,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
+    with torch.random.fork_rng(devices=[]):  # what the scorer draws must not change training
         scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
@@ -324,7 +324,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where it has no gradient.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
@@ -432,7 +432,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts, which takes no random numbers.
+    """Respond greedily to held-out prompts. This draws no random numbers.
 
     Returns metrics and the first eight responses as text.
     """
@@ -518,7 +518,7 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: nearly all responses are cut off; raise --max-response-length")
+            print("warning: over 90 % of responses are cut off; raise --max-response-length")
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:
@@ -592,7 +592,7 @@ def check_args(args: Args):
 
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
-    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
+    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else all of it."""
     braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # a box may contain two levels of braces
     boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
@@ -604,7 +604,7 @@ UNIT = r"\\text\{.*?\}"
 
 
 def as_number(text: str) -> float | None:
-    """What a text is as a number: 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm}, x = 3, but not 10^{3}."""
+    """Read a number, also 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm} or x = 3; not 10^{3}."""
     text = re.sub(UNIT, " ", text).split("=")[-1]
     text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
     pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
@@ -628,7 +628,7 @@ def verify(response: str, answer: str) -> bool:
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Read prompts and answers, under the names that GSM8K, MATH and others give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # json decodes UTF-8 and reports errors
+    for number, line in enumerate(open(path, "rb"), 1):  # as bytes: json decodes UTF-8
         if not line.strip():
             continue
         try:
@@ -639,7 +639,8 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             prompt = answer = None
         if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
             sys.exit(
-                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+                f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
+                "answer (solution)"
             )
         pairs.append((prompt, final_answer(str(answer))))
     return pairs

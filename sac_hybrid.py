@@ -141,7 +141,7 @@ class Args:
     report_episodes: int = 50  # other episodes, which test the final policy (0: none)
     capture_video: bool = True  # play three of the report episodes again, for policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     create_data: bool = False  # only write test_data/success_demo.pkl and failure_demo.pkl
     test: Literal["quick", "full"] | None = None  # quick: a few steps; full: train on test_data
@@ -1816,7 +1816,7 @@ def parse_args() -> Args:
 
 
 def replace_text(path: Path, text: str):
-    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -1868,7 +1868,7 @@ def load_run(args, agent) -> tuple[Run, Progress]:
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`. The loop then saves and ends the run.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """

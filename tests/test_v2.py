@@ -332,6 +332,9 @@ def test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago(tmp_pat
     monkeypatch.setattr(ppo_v2, "rollout", rollout)
     monkeypatch.setattr(ppo_v2, "logprobs_and_values_in_parts", outputs)
     run(ppo_v2, tmp_path / "run", num_iterations=6, rollout_lag=2)
+    rows = metrics_without_times(tmp_path / "run")
+    compared = [row["global_step"] for row in rows if "rollout/logprob_mismatch" in row]
+    assert compared == [8], "later the sampler is another policy"
     assert len(sampled) == len(learned) == 6
     for i in range(6):
         assert all(map(torch.equal, sampled[i], learned[max(0, i - 2)]))
@@ -383,6 +386,15 @@ def test_the_weights_of_a_draw_enter_the_update(tmp_path, monkeypatch):
         drawn = mb["is_replayed"] > 0
         assert mb["sample_weights"][drawn].sort().values.tolist() == given.sort().values.tolist()
         assert (mb["sample_weights"][~drawn] == 1).all()
+
+
+def test_copies_in_a_draw_are_logged(tmp_path, monkeypatch):
+    draws = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw")
+    run(ppo_v2, tmp_path / "run", **LONG)
+    expected = [len(set(rows.tolist())) / len(rows) for _, (rows, _) in draws if len(rows)]
+    rows = metrics_without_times(tmp_path / "run")
+    assert [row["replay/distinct_frac"] for row in rows if "replay/ess" in row] == expected
+    assert min(expected) < 1
 
 
 def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
@@ -570,7 +582,7 @@ def test_only_the_lines_that_the_buffer_can_hold_are_read(logged, tmp_path, monk
 def test_a_last_line_that_a_kill_cut_off_is_left_out(logged, tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text(open(logged).read()[:-9])
     run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(tmp_path / "log.jsonl"))
-    assert "left out the last line, which was not written to its end" in capsys.readouterr().out
+    assert "left out the last line, which is incomplete" in capsys.readouterr().out
     assert metrics_without_times(tmp_path / "run")[1]["buffer_size"] == 23 + 8
 
 
