@@ -2046,7 +2046,7 @@ def options_of_run(folder: Path) -> dict:
 
 def load_checkpoint(policy, optimizer, args) -> dict:
     """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir) / "checkpoint.pt"
+    path = Path(args.run_dir, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(

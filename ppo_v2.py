@@ -1465,11 +1465,9 @@ def make_task(args):
 def drop_long_prompts(pairs, tokenizer, args):
     if args.max_prompt_length is None:
         return pairs
+    limit = args.max_prompt_length
     encoded = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    short_pairs = []
-    for pair, ids in zip(pairs, encoded, strict=True):
-        if len(ids) <= args.max_prompt_length:
-            short_pairs.append(pair)
+    short_pairs = [pair for pair, ids in zip(pairs, encoded, strict=True) if len(ids) <= limit]
     print(f"left out {len(pairs) - len(short_pairs)} prompts longer than --max-prompt-length")
     if not short_pairs:
         sys.exit("--max-prompt-length: no prompt is left for training, or none for evaluation")
@@ -1926,7 +1924,7 @@ def save_checkpoint(run, policy, optimizer, state: dict):
 
 def load_checkpoint(policy, optimizer, args) -> dict:
     """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir) / "checkpoint.pt"
+    path = Path(args.run_dir, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
