@@ -677,6 +677,12 @@ def test_an_empty_log_is_refused_before_the_model_is_loaded(tmp_path):
         ppo_v2.Args(use_replay_buffer=True, replay_from=str(tmp_path / "log.jsonl"))
 
 
+def test_a_log_may_fill_a_buffer_that_fresh_rollouts_never_fill(tmp_path):
+    (tmp_path / "log.jsonl").write_text("{}")
+    options = dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10)
+    assert ppo_v2.Args(**options, replay_from=str(tmp_path / "log.jsonl")).min_replay_size > 80
+
+
 @pytest.mark.parametrize("started", [False, True])
 def test_a_run_that_resumes_without_a_checkpoint_needs_its_log(started, tmp_path):
     """--resume may start the run, which then reads the file."""
