@@ -173,6 +173,8 @@ Method = Literal["baseline", "ec", "ei", "het", "sft"]
 RolloutMode = Literal["mixed", "all", "woexp"]
 SampleMode = Literal["keep", "discard", "hybrid"]
 SelectMode = Literal["argmin", "argmax", "random"]
+OldLogp = Literal["current", "recorded"]
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass
@@ -184,7 +186,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 50  # iterations between evaluations
     eval_size: int = 480  # number of held-out tasks
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 50  # iterations between checkpoints
@@ -195,7 +197,7 @@ class Args:
     max_turns: int = 7  # actions per episode
     success_reward: float = 1.0  # return of a success, if info["success"] does not say it
     # model
-    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama from scratch)
     chat_template: bool = False  # format each prompt as a user message
     system_prompt: str = ""  # with --chat-template: system message before each prompt
     # rollout
@@ -209,9 +211,9 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # multiply matrices in bfloat16; trained weights and losses stay in float32
+    bf16: bool = False  # multiply matrices in bfloat16; with LoRA, add --weights-dtype bfloat16
     lora_rank: int = 0  # train adapters of this rank beside the frozen model (0: train the model)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # type of the weights LoRA freezes
+    weights_dtype: Dtype = "float32"  # format of frozen weights (LoRA); with --bf16 use bfloat16
     # GRPO
     adv_std: bool = True  # divide advantages by the standard deviation of the group
     ent_coef: float = 0.0  # weight of the entropy bonus
@@ -237,9 +239,7 @@ class Args:
     exp_ratio: float = 0.5  # largest share of the tasks of an iteration that are replayed
     exp_select_mode: SelectMode = "argmin"  # lowest, highest, any entropy (sft: length)
     experience_rbound: int | None = None  # replay tasks with at most so many successes (None: n-1)
-    replay_old_logp: Literal["current", "recorded"] = (
-        "current"  # denominator of the ratios of replayed tokens
-    )
+    replay_old_logp: OldLogp = "current"  # denominator of the ratios of replayed tokens
     retire_solved: bool = False  # skip tasks whose last group had only successes
 
     def __post_init__(self):
@@ -1142,7 +1142,8 @@ def main(args: Args) -> dict[str, float]:
 
     tasks = list(range(args.num_train_tasks))
     held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
-    is_resumed = args.resume and any_rank(has_checkpoint(args), device)
+    # If a rank does not find the checkpoint, loading it there ends the run.
+    is_resumed = args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device)
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
@@ -1285,8 +1286,12 @@ def prepare_training(policy: Policy, args, device):
     if args.bf16:
         use_bf16(policy)
     if args.fsdp:
-        shard(policy, device)
+        shard(policy)
     trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
+    num_parameters = sum(x.numel() for x in trained)
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    if args.lora_rank:
+        print(f"the other parameters are frozen, in {args.weights_dtype}")
     return torch.optim.AdamW(trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
 
 
@@ -1672,7 +1677,7 @@ def load_agent(args, words: list[str]):
 
 
 def transformer_layers(model):
-    """The list of modules that holds most of the parameters."""
+    """The nn.ModuleList with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
@@ -1692,7 +1697,7 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
-        # The LM head stays in float32. In many models it shares its weights with the embedding.
+        # The LM head stays in float32. It is copied, because it may be tied to the embedding.
         float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
@@ -1705,14 +1710,14 @@ def add_adapters(policy, args):
     policy.eval()
 
 
-def trained_weights(policy) -> dict:
-    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+def trained_names(policy) -> list[str]:
+    """Names of the weights that are trained. With LoRA, those of adapters and value head."""
     state = policy.state_dict(keep_vars=True)
-    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
+    return [name for name, weight in state.items() if weight.requires_grad]
 
 
 def merge_adapters(lm):
-    """Returns the structure of an ordinary model, and its weights: frozen ones plus adapters."""
+    """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
     state = {}
     for name, weight in lm.state_dict().items():
@@ -1782,13 +1787,15 @@ class Run:
         if args.track:
             import wandb
 
+            id_path = self.dir / "wandb_id.txt"  # a resumed run has the id of its first start
+            if not id_path.exists():
+                replace_text(id_path, uuid.uuid4().hex)
             wandb.init(
                 project=args.wandb_project_name,
                 name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                # a resumed run has the same id, another folder has another
-                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                id=id_path.read_text(encoding="utf-8"),
                 resume="allow",
             )
             self.wandb = wandb
@@ -1842,15 +1849,9 @@ class Run:
 
 
 def plot_metric(axis, rows: list[dict], name: str):
-    """Draw a metric as dots, and the mean of its last five values as a curve."""
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
-    values = [row[name] for row in rows]
-    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-    if name.startswith("eval/"):  # not smoothed, because evaluations are few
-        curve = values
-    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
-    axis.plot(steps, curve, color=dots.get_color(), label=name)
+    axis.plot(steps, [row[name] for row in rows], ".-", label=name)
 
 
 # --- command line ---
@@ -1995,7 +1996,7 @@ def check_options(args):
 
 @dataclass
 class ResumeArgs:
-    """The options that are read first: they decide where the defaults of the others come from."""
+    """These options are read first, because the defaults of the others depend on them."""
 
     run_dir: str | None = None
     resume: bool = False
@@ -2008,13 +2009,15 @@ FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens 
 
 
 def parse_args() -> Args:
-    """With --resume, the options that the run was started with are the defaults."""
+    """Read the options. With --resume, the options of the saved run are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
-    folder = Path(typed.run_dir or "")
-    if not (typed.resume and typed.run_dir and holds_own_run(folder)):
+    options = {}
+    if typed.resume and typed.run_dir:
+        options = options_of_run(Path(typed.run_dir))
+    if not options:
         return tyro.cli(Args, description=__doc__)
-    saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
-    vars(saved).update(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
+    vars(saved).update(options)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
@@ -2031,37 +2034,36 @@ WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
-    """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
+    """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
+        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def has_checkpoint(args) -> bool:
-    return (Path(args.run_dir) / "checkpoint.pt").exists()
-
-
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
-    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
-    return args.resume and (is_empty or holds_own_run(folder))
+    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
+    return args.resume and (is_empty or bool(options_of_run(folder)))
 
 
-def holds_own_run(folder: Path) -> bool:
+def options_of_run(folder: Path) -> dict:
+    """The options with which the run in this folder was started; {} if there is no run."""
     path = folder / "args.json"
     if not path.exists():
-        return False
+        return {}
     options = json.loads(path.read_text(encoding="utf-8"))
-    return options.get("script") == Path(__file__).stem
+    if options.get("script") != Path(__file__).stem:
+        sys.exit(f"--resume: the run in {folder} was made by another script")
+    return options
 
 
 def load_checkpoint(policy, optimizer, args) -> dict:
     """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir) / "checkpoint.pt"
+    path = Path(args.run_dir, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
@@ -2076,7 +2078,7 @@ def load_checkpoint(policy, optimizer, args) -> dict:
 
 
 def replace_text(path: Path, text: str):
-    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -2095,17 +2097,19 @@ def drop_lines_after(global_step: int, path: Path):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
-    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
+    lm = policy.lm
+    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
+        lm, state = merge_adapters(lm)
+    else:
+        state = dcp.get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
-    lm = policy.lm
-    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-    if hasattr(lm, "peft_config"):  # v1: lora
-        lm, lm_state = merge_adapters(lm)
+    for name in lm.all_tied_weights_keys:  # their values are in the file under another name
+        state.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
     old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=lm_state)
+    lm.save_pretrained(new_folder, state_dict=state)
     tokenizer.save_pretrained(new_folder)
     shutil.rmtree(old_folder, ignore_errors=True)
     if folder.exists():  # a folder that is not empty cannot be replaced
@@ -2115,7 +2119,7 @@ def save_model(policy, tokenizer, folder: Path):
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`. The loop then saves and ends the run.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """
@@ -2157,29 +2161,27 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
-        if device.type != "cpu":
-            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
-        device = torch.device("cpu")
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints
     return device
 
 
 def broadcast_weights(policy):
-    """Start all ranks from the weights of rank 0."""
+    """Start all ranks from the weights of rank 0: a warm start rounds differently on other CPUs."""
     if world_size() > 1:
         for parameter in policy.parameters():
             dist.broadcast(parameter.data, 0)
 
 
-def shard(policy, device):
-    """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
+def shard(policy):
+    """Shard with FSDP2. The first forward pass gathers the weights, the backward pass frees them.
 
-    With reshard_after_forward=True every forward pass would gather them, and every rank would have
-    to make the same number of passes. But ranks sample different numbers of tokens.
+    With reshard_after_forward=True all ranks would gather them in every forward pass. But ranks
+    make different numbers of passes, because they sample different numbers of tokens.
     """
-    mesh = init_device_mesh(device.type, (world_size(),))
+    mesh = init_device_mesh(policy.eos_ids.device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
@@ -2226,6 +2228,7 @@ def gather_objects(mine) -> list:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = parse_args()
     main(args)

@@ -45,7 +45,6 @@ import time
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import transformers
@@ -65,7 +64,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
     eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     # task
     task: str = "sort"  # sort, or jsonl:PATH with a prompt and an answer per line
@@ -73,7 +72,7 @@ class Args:
     max_digits: int = 4  # sort: length of the longest list
     reward_fn: str | None = None  # file.py:function(prompts, responses, answers) -> list of floats
     # model
-    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama from scratch)
     chat_template: bool = False  # format each prompt as a user message
     sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
@@ -130,8 +129,8 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
-        # The value head reads the hidden states that the LM head reads. A hook on the LM head gets
-        # them; with output_hidden_states=True the model would keep those of every layer.
+        # The value head has the same inputs as the LM head. A hook on the LM head keeps them. With
+        # output_hidden_states=True the model would keep the hidden states of every layer.
         lm_head_inputs = []
         lm_head = self.lm.get_output_embeddings()
         hook = lm_head.register_forward_pre_hook(lambda _, inputs: lm_head_inputs.append(inputs[0]))
@@ -240,16 +239,14 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
 
     longest = response_mask.sum(1).max()
-    return dict(
-        response_ids=response_ids[:, :longest],
-        response_mask=response_mask[:, :longest],
-        logprobs=logprobs[:, :longest],
-        values=values[:, :longest],
+    batch = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
+    return {name: tensor[:, :longest] for name, tensor in batch.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Sample a response to each prompt and score it. Without uniform numbers, respond greedily.
+    """Sample and score a response to each prompt. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -267,7 +264,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
+    with torch.random.fork_rng(devices=[]):  # what the scorer draws must not change training
         scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
@@ -327,7 +324,7 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where it has no gradient.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
@@ -365,7 +362,7 @@ def add_advantages(batch: dict, kl_coef, args):
 
 def minibatch_rows(batch: dict, args):
     """Yield the rows of each minibatch, epoch by epoch."""
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
         yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
 
 
@@ -395,23 +392,27 @@ def ppo_loss(policy, minibatch: dict, args):
     return loss, {name: mean.detach() for name, mean in means.items()}
 
 
+def compute_gradient(policy, minibatch: dict, args) -> dict:
+    """Add up the gradient of a minibatch, and clip its norm. Returns statistics."""
+    loss, stats = ppo_loss(policy, minibatch, args)
+    loss.backward()
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+    return stats
+
+
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl and clipfrac of the first step are 0.
+    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
-    device = batch["response_ids"].device
     steps = []
     num_skipped = 0
     for mb_inds in minibatch_rows(batch, args):
-        mb_inds = mb_inds.to(device)
         optimizer.zero_grad()
         minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
-        loss, stats = ppo_loss(policy, minibatch, args)
-        loss.backward()
-        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
             continue
@@ -431,7 +432,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts, which takes no random numbers.
+    """Respond greedily to held-out prompts. This draws no random numbers.
 
     Returns metrics and the first eight responses as text.
     """
@@ -492,6 +493,8 @@ def main(args: Args) -> dict[str, float]:
     optimizer = torch.optim.AdamW(
         policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
+    num_parameters = sum(x.numel() for x in policy.parameters())
+    print(f"device {device}, {num_parameters:,} parameters are trained")
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     run = Run(args)
@@ -515,7 +518,7 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: nearly all responses are cut off; raise --max-response-length")
+            print("warning: over 90 % of responses are cut off; raise --max-response-length")
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:
@@ -530,7 +533,7 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
+                f"sampling and training differ by {mismatch:.2f} nats per token: use another model"
             )
 
         # 4. evaluate and log
@@ -550,9 +553,9 @@ def main(args: Args) -> dict[str, float]:
         show_progress(progress, iteration, metrics)
 
     progress.close()
-    print_samples("after training", samples)
     policy.lm.save_pretrained(run.dir / "final_model")
     tokenizer.save_pretrained(run.dir / "final_model")
+    print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -589,7 +592,7 @@ def check_args(args: Args):
 
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
-    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
+    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else all of it."""
     braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # a box may contain two levels of braces
     boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
@@ -601,7 +604,7 @@ UNIT = r"\\text\{.*?\}"
 
 
 def as_number(text: str) -> float | None:
-    """What a text is as a number: 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm}, x = 3, but not 10^{3}."""
+    """Read a number, also 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm} or x = 3; not 10^{3}."""
     text = re.sub(UNIT, " ", text).split("=")[-1]
     text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
     pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
@@ -625,7 +628,7 @@ def verify(response: str, answer: str) -> bool:
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Read prompts and answers, under the names that GSM8K, MATH and others give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # json decodes UTF-8 and reports errors
+    for number, line in enumerate(open(path, "rb"), 1):  # as bytes: json decodes UTF-8
         if not line.strip():
             continue
         try:
@@ -636,7 +639,8 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             prompt = answer = None
         if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
             sys.exit(
-                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+                f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
+                "answer (solution)"
             )
         pairs.append((prompt, final_answer(str(answer))))
     return pairs
@@ -849,23 +853,17 @@ class Run:
             self.wandb.finish()
 
         last_row = self.rows[-1]
-        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
+        scores = [row["eval/score"] for row in self.rows if "eval/score" in row]
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
 def plot_metric(axis, rows: list[dict], name: str):
-    """Draw a metric as dots, and the mean of its last five values as a curve."""
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
-    values = [row[name] for row in rows]
-    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-    if name.startswith("eval/"):  # not smoothed, because evaluations are few
-        curve = values
-    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
-    axis.plot(steps, curve, color=dots.get_color(), label=name)
+    axis.plot(steps, [row[name] for row in rows], ".-", label=name)
 
 
 # --- command line ---
@@ -888,6 +886,7 @@ def titled_help():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = tyro.cli(Args, description=__doc__)
     main(args)

@@ -15,25 +15,31 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
             one optimizer step on clipped policy loss + value loss             # ppo_loss
 
 Comments such as `# v1: checkpoint` mark what was added to ppo.py.
-    v1: checkpoint   - save and resume, bit for bit on a CPU; after a signal the run saves and ends
+    v1: checkpoint   - save and resume (on a CPU with identical numbers); Ctrl-C or SIGTERM saves,
+                       then ends the run
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
     v1: accumulate   - micro-batches: the same gradient with less memory
     v1: memory       - bfloat16, gradient checkpointing, a limit on the length of prompts
     v1: lora         - train small adapters beside the frozen model, which is also the reference
-    v1: best         - keep the best model; stop when the evaluation improves no more
-    v1: kl           - adapt the KL coefficient to a target; end an update that has moved too far
+    v1: best         - keep the best model; stop when the evaluation score stops improving
+    v1: kl           - adapt the KL coefficient to a target; stop an update early when the policy
+                       has changed too much
     v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
     v1: nan          - leave out responses whose score is NaN or infinite
-    v1: distributed  - several processes, replicated or sharded (FSDP2); one process makes the same
-                       updates, up to rounding
+    v1: distributed  - several processes, replicated or sharded (FSDP2); they make the updates of
+                       one process, up to rounding
 
-With the default options the numbers are those of ppo.py, bit for bit.
+The default options give exactly the numbers of ppo.py.
 
 Shapes: B responses, P prompt tokens (left-padded), R response tokens (right-padded), V vocabulary.
 A docstring that ends with `-> (B,R)` says which shape is returned.
 The algorithm comes first and ends with `main`. Option checks, data, models and logging follow.
 
     python ppo_v1.py --run-dir runs/mine --resume          # start, or continue where it stopped
+    python ppo_v1.py --model-name Qwen/Qwen2.5-1.5B-Instruct --chat-template --task jsonl:FILE \
+        --max-response-length 256 --batch-size 64 --gradient-accumulation-steps 16 \
+        --lora-rank 16 --bf16 --weights-dtype bfloat16 --gradient-checkpointing \
+        --learning-rate 2e-4 --run-dir runs/qwen --resume  # a GPU with 24 GB
     torchrun --nproc-per-node 2 ppo_v1.py --fsdp           # two processes, sharded
 """
 
@@ -56,7 +62,6 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -71,8 +76,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-
 # --- args ---
+Dtype = Literal["float32", "bfloat16"]  # v1: lora
+
+
 @dataclass
 class Args:
     # run
@@ -82,7 +89,7 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     eval_every: int = 5  # iterations between evaluations
     eval_size: int = 256  # number of held-out prompts (at most a tenth of the data)
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     # v1: checkpoint, distributed
     resume: bool = False  # continue the run in run_dir with its options, or start it
@@ -94,13 +101,13 @@ class Args:
     max_digits: int = 4  # sort: length of the longest list
     reward_fn: str | None = None  # file.py:function(prompts, responses, answers) -> list of floats
     # model
-    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama, untrained)
+    model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama from scratch)
     chat_template: bool = False  # format each prompt as a user message
     sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS
-    max_prompt_length: int | None = None  # v1: memory: leave longer prompts out (None: keep all)
+    max_prompt_length: int | None = None  # v1: memory: drop longer prompts (None: keep all)
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
@@ -110,13 +117,13 @@ class Args:
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # v1: schedule, accumulate, memory, lora, best
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
-    warmup_steps: int = 0  # iterations at the start in which the learning rate rises
+    warmup_steps: int = 0  # number of first iterations in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
-    bf16: bool = False  # multiply matrices in bfloat16; trained weights and losses stay in float32
+    bf16: bool = False  # multiply matrices in bfloat16; with LoRA, add --weights-dtype bfloat16
     gradient_checkpointing: bool = False  # less memory: recompute activations in the backward pass
     lora_rank: int = 0  # train adapters of this rank beside the frozen model (0: train the model)
-    weights_dtype: Literal["float32", "bfloat16"] = "float32"  # type of the weights LoRA freezes
-    early_stopping_patience: int | None = None  # stop after this many evaluations without a gain
+    weights_dtype: Dtype = "float32"  # format of frozen weights (LoRA); with --bf16 use bfloat16
+    early_stopping_patience: int | None = None  # stop after N evaluations without a better score
     # PPO
     gamma: float = 1.0  # discount per token
     gae_lambda: float = 1.0  # 0: one-step TD advantage, 1: Monte Carlo advantage
@@ -127,10 +134,10 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL, in nats per response
-    target_kl: float | None = None  # end an update at 1.5 times this approx_kl, in nats per token
+    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL (nats per response)
+    target_kl: float | None = None  # stop an update if approx_kl > 1.5 times this (nats per token)
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
-    dual_clip: float | None = None  # bound on the ratio where the advantage is negative (None: off)
+    dual_clip: float | None = None  # highest ratio for tokens with a negative advantage (None: off)
 
     def __post_init__(self):
         check_args(self)
@@ -138,7 +145,7 @@ class Args:
 
     # v1: accumulate, distributed
     def num_parts(self) -> int:
-        """Micro-batches of an epoch, over all processes."""
+        """Micro-batches of an epoch: minibatches x accumulation steps x processes."""
         return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
 
@@ -150,7 +157,7 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
-# v1: nan: a response whose score is NaN or infinite has a mask of zeros.
+# v1: nan: if a score is NaN or infinite, the mask of the response is 0.
 
 
 class PolicyWithValue(nn.Module):
@@ -173,8 +180,8 @@ class PolicyWithValue(nn.Module):
         Returns logits (B,n,V), values (B,n) and the cache.
         """
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding on the left must not count
-        # The value head reads the hidden states that the LM head reads. A hook on the LM head gets
-        # them; with output_hidden_states=True the model would keep those of every layer.
+        # The value head has the same inputs as the LM head. A hook on the LM head keeps them. With
+        # output_hidden_states=True the model would keep the hidden states of every layer.
         lm_head_inputs = []
         lm_head = self.lm.get_output_embeddings()
         hook = lm_head.register_forward_pre_hook(lambda _, inputs: lm_head_inputs.append(inputs[0]))
@@ -211,8 +218,7 @@ def logprobs_and_values(policy, batch: dict):
 @torch.no_grad()
 def logprobs_and_values_in_parts(policy, batch: dict, args):
     """Call `logprobs_and_values` without gradients on a few rows at a time.  -> 3 x (B,R)"""
-    size = args.batch_size // args.num_minibatches
-    size = size // (args.gradient_accumulation_steps * world_size())  # v1: accumulate, distributed
+    size = args.batch_size // args.num_parts()  # v1: accumulate, distributed
     parts = []
     for start in range(0, len(batch["response_ids"]), size):
         minibatch = {name: tensor[start : start + size] for name, tensor in batch.items()}
@@ -284,16 +290,16 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
 
     longest = response_mask.sum(1).max()
-    return dict(
-        response_ids=response_ids[:, :longest],
-        response_mask=response_mask[:, :longest],
-        logprobs=logprobs[:, :longest],
-        values=values[:, :longest],
+    if world_size() > 1:  # v1: distributed: the responses of all ranks get one width
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+    batch = dict(
+        response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
     )
+    return {name: tensor[:, :longest] for name, tensor in batch.items()}
 
 
 def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
-    """Sample a response to each prompt and score it. Without uniform numbers, respond greedily.
+    """Sample and score a response to each prompt. Without uniform numbers, respond greedily.
 
     Returns prompt_ids, prompt_mask (B,P), what `generate` returns (B,R), and scores, ended (B,).
     """
@@ -301,7 +307,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     answers = [answer for _, answer in pairs]
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
-    # v1: distributed: prompts of all ranks are padded to one length, then each takes its share
+    # v1: distributed: prompts are padded to one length for all ranks; each rank takes its share
     prompts = my_share(prompts)
     answers = my_share(answers)
     prompt_ids = my_share(inputs.input_ids)
@@ -309,8 +315,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    # v1: memory: autocast keeps its bfloat16 copies of the trained weights until its block ends.
-    # With this block around all tokens, each weight is copied once.
+    # v1: memory: autocast copies a trained weight to bfloat16 once, and keeps the copy until its
+    # block ends. So the block surrounds the whole loop over tokens.
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
         batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -319,7 +325,7 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     is_text = is_token & ~is_eos
     text_ids = [ids[keep] for ids, keep in zip(batch["response_ids"], is_text, strict=True)]
     responses = tokenizer.batch_decode(text_ids)  # other special tokens stay in the text
-    with torch.random.fork_rng(devices=[]):  # the scorer may draw numbers, training sees no change
+    with torch.random.fork_rng(devices=[]):  # what the scorer draws must not change training
         scores = scorer(prompts, responses, answers)
     if len(scores) != len(prompts):
         sys.exit(f"the reward function returned {len(scores)} scores for {len(prompts)} responses")
@@ -385,13 +391,13 @@ def compute_gae(rewards, values, mask, gamma, gae_lambda):
 
 
 def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=None, dual_clip=None):
-    """Clipped surrogate loss (eq. 7 of PPO), and 1 where the clip binds.  -> 2 x (B,R)"""
+    """Clipped surrogate loss (eq. 7 of PPO), and 1 where it has no gradient.  -> 2 x (B,R)"""
     ratio = (new_logprobs - logprobs).clamp(-20, 20).exp()  # without the clamp exp can overflow
     unclipped = -advantages * ratio
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: where the advantage is negative, max() puts no bound on the ratio
+    if dual_clip:  # v1: clip: else the loss of a negative advantage grows with the ratio
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -414,7 +420,7 @@ def explained_variance(batch: dict) -> float:
 
 # v1: kl
 def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
-    """Controller of section 2.2 of arXiv:1909.08593, with the gain of its released code.
+    """The controller of arXiv:1909.08593, section 2.2, with the constants of its released code.
 
     The KL is in nats per response. The coefficient changes by a factor of at most
     1 + 0.2 * num_responses / 10,000.
@@ -425,11 +431,11 @@ def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
 
 # v1: schedule
 def lr_factor(iteration, args) -> float:
-    """Learning rate of an iteration, as a fraction of the highest one."""
+    """Learning rate of an iteration, divided by the highest learning rate."""
     if iteration <= args.warmup_steps:
         return iteration / (args.warmup_steps + 1)
-    num_iterations = args.num_iterations - args.warmup_steps
-    progress = (iteration - 1 - args.warmup_steps) / num_iterations
+    num_iterations_left = args.num_iterations - args.warmup_steps
+    progress = (iteration - args.warmup_steps - 1) / num_iterations_left  # from 0 to below 1
     if args.lr_scheduler_type == "linear":
         return 1 - progress
     if args.lr_scheduler_type == "cosine":
@@ -451,14 +457,14 @@ def add_advantages(batch: dict, kl_coef, args):
 
 def minibatch_rows(batch: dict, args):
     """Yield the rows of each minibatch, epoch by epoch."""
-    for epoch in range(args.update_epochs):
+    for _ in range(args.update_epochs):
         yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
     """Returns the loss and a dict of statistics. All of them are means over tokens.
 
-    v1: accumulate: `minibatch` may be a part of a minibatch. Its sums are divided by num_tokens, the
+    v1: accumulate: `minibatch` may be one of several parts. Its sums are divided by the number of
     tokens of the whole minibatch, so that the results and gradients of all parts add up.
     """
     mask = minibatch["response_mask"].float()
@@ -487,45 +493,52 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     return loss, {name: mean.detach() for name, mean in means.items()}
 
 
+def compute_gradient(policy, minibatch: dict, args) -> dict:
+    """Add up the gradient of a minibatch, and clip its norm. Returns statistics."""
+    # v1: accumulate, distributed
+    num_tokens = minibatch["response_mask"].sum()
+    stats = {}
+    rows = torch.arange(len(minibatch["scores"]))
+    for micro_inds in my_share(rows).chunk(args.gradient_accumulation_steps):
+        micro_batch = {name: tensor[micro_inds] for name, tensor in minibatch.items()}
+        loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
+        loss.backward()
+        for name, value in micro_stats.items():
+            stats[name] = stats.get(name, 0) + value
+    sum_over_ranks(stats.values())
+    sum_gradients(policy)
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+    if args.fsdp:  # v1: distributed
+        stats["grad_norm"] = stats["grad_norm"].full_tensor()
+    return stats
+
+
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl and clipfrac of the first step are 0.
+    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
-    device = batch["response_ids"].device
     steps = []
     num_skipped = 0
     for mb_inds in minibatch_rows(batch, args):
-        mb_inds = mb_inds.to(device)
         optimizer.zero_grad()
-        # v1: accumulate, distributed
-        num_tokens = batch["response_mask"][mb_inds].sum()
-        stats = {}
-        for micro_inds in my_share(mb_inds).chunk(args.gradient_accumulation_steps):
-            micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-            loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
-            loss.backward()
-            for name, value in micro_stats.items():
-                stats[name] = stats.get(name, 0) + value
-        sum_over_ranks(stats.values())
-        sum_gradients(policy)
-        stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        if args.fsdp:  # v1: distributed
-            stats["grad_norm"] = stats["grad_norm"].full_tensor()
+        minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+        stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
             continue
         steps.append(stats)
-        # v1: kl: before the first step the policy has not moved
+        # v1: kl: the first step is always taken, because approx_kl is measured before the step
         if args.target_kl and len(steps) > 1 and stats["approx_kl"] > 1.5 * args.target_kl:
             break
         optimizer.step()
-    if not steps and not batch["response_mask"].any():  # v1: nan: no response has a score
-        steps.append(stats)  # NaN is logged, and the run goes on
     if not steps:
-        sys.exit("no step of this update had a finite loss and gradient")
+        if batch["response_mask"].any():
+            sys.exit("no step of this update had a finite loss and gradient")
+        print("warning: no response has a finite score, so nothing is trained")  # v1: nan
+        steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
@@ -538,7 +551,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
 
 # --- evaluate ---
 def evaluate(policy, pairs, tokenizer, scorer, args):
-    """Respond greedily to held-out prompts, which takes no random numbers.
+    """Respond greedily to held-out prompts. This draws no random numbers.
 
     Returns metrics and the first eight responses as text.
     """
@@ -546,17 +559,21 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
-        # v1: distributed: add copies of a prompt until every rank has the same number of prompts
+        # v1: distributed: repeat the first prompt until every rank gets the same number of prompts
         copies = some_pairs[:1] * (-len(some_pairs) % world_size())
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
-        batch = gather_rows(batch, args)
+        batch = gather_rows(batch)
         scores.append(batch["scores"][: len(some_pairs)])
         samples += as_samples(batch, some_pairs[: 8 - len(samples)], tokenizer)
     # v1: nan
     scores = torch.cat(scores)
     is_finite = scores.isfinite()
-    metrics = {"eval/score": scores[is_finite].mean().item()}
-    metrics["eval/nan_scores"] = (~is_finite).sum().item()
+    if not is_finite.any():
+        sys.exit("no response of the evaluation has a finite score")
+    metrics = {
+        "eval/score": scores[is_finite].mean().item(),
+        "eval/nan_scores": (~is_finite).sum().item(),
+    }
     return metrics, samples
 
 
@@ -628,27 +645,22 @@ def main(args: Args) -> dict[str, float]:
     policy.to(device)
     broadcast_weights(policy)  # v1: distributed
     reference = None
-    if args.kl_coef and args.lora_rank:  # v1: lora: a function with the outputs of a reference
+    if args.kl_coef and args.lora_rank:  # v1: lora: the frozen model is the reference
         reference = partial(without_adapters, policy)
     elif args.kl_coef:
         reference = copy.deepcopy(policy).requires_grad_(False)
-    # v1: memory, distributed: these replace methods of the policy's modules, so they must follow
-    # the copy, whose methods would else be those of the policy
-    if args.gradient_checkpointing:
-        checkpoint_layers(policy)
-    if args.bf16:
-        use_bf16(policy)
-        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
-            use_bf16(reference)
-    if args.fsdp:
-        shard(policy, device)
+    save_memory(policy, reference, args)  # v1: memory, distributed
     trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
     optimizer = torch.optim.AdamW(
         trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
     )
+    num_parameters = sum(x.numel() for x in trained)
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    if args.lora_rank:  # v1: lora
+        print(f"the other parameters are frozen, in {args.weights_dtype}")
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
-    # v1: checkpoint, kl, best: what changes during the run, besides weights and optimizer
+    # v1: checkpoint, kl, best: what a checkpoint holds besides weights, optimizer and rows
     state = dict(
         iteration=0,
         kl_coef=args.kl_coef,
@@ -656,7 +668,8 @@ def main(args: Args) -> dict[str, float]:
         evals_without_improvement=0,
     )
     rows = []  # what has been logged
-    if args.resume and any_rank(has_checkpoint(args), device):
+    # If a rank does not find the checkpoint, loading it there ends the run.
+    if args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device):
         saved = load_checkpoint(policy, optimizer, args)
         state |= saved["state"]
         rows = saved["rows"]
@@ -676,7 +689,10 @@ def main(args: Args) -> dict[str, float]:
         # v1: best
         patience = args.early_stopping_patience
         if patience and state["evals_without_improvement"] >= patience:
-            print(f"early stop: {patience} evaluations without improvement over {run.dir}/best")
+            print(
+                f"early stop: {patience} evaluations in a row were not better than {run.dir}/best"
+            )
+            save_checkpoint(run, policy, optimizer, state)  # a resumed run stops here, too
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -691,14 +707,14 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: nearly all responses are cut off; raise --max-response-length")
+            print("warning: over 90 % of responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:
             batch["ref_logprobs"], _, _ = logprobs_and_values_in_parts(reference, batch, args)
 
-        batch = gather_rows(batch, args)  # v1: distributed
+        batch = gather_rows(batch)  # v1: distributed
 
         # 2. advantages
         add_advantages(batch, state["kl_coef"], args)  # v1: kl
@@ -709,7 +725,8 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"use another model: sampling and training differ by {mismatch:.2f} nats per token"
+                f"sampling and training differ by {mismatch:.2f} nats per token: use another model, "
+                "or leave out --bf16"  # v1: memory
             )
 
         # 4. evaluate and log
@@ -748,9 +765,9 @@ def main(args: Args) -> dict[str, float]:
             return metrics
 
     progress.close()
-    print_samples("after training", samples)
     signals.release()  # v1: checkpoint
     save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
+    print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -760,12 +777,19 @@ POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_respons
     temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
     vf_clip_coef""".split()
 NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
+# v1: checkpoint, schedule, accumulate, memory, lora, best, kl, clip
+POSITIVE += """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
+    ref_kl_target target_kl clip_coef_high dual_clip""".split()
+NOT_NEGATIVE += ["warmup_steps", "lora_rank"]
 
 
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
-        if not getattr(args, name) > 0:  # this refuses NaN as well
+        value = getattr(args, name)
+        if (
+            value is not None and not value > 0
+        ):  # this refuses NaN as well; None turns a feature off
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
@@ -785,18 +809,10 @@ def check_args(args: Args):
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
 
-# v1: checkpoint, accumulate, kl, clip, distributed, lora
-V1_POSITIVE = """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
-    ref_kl_target target_kl clip_coef_high dual_clip""".split()
-
-
+# v1: checkpoint, schedule, accumulate, kl, clip, distributed, lora
 def check_v1_args(args: Args):
-    for name in V1_POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, or None")
-    if args.warmup_steps < 0 or args.lora_rank < 0:
-        raise ValueError("--warmup-steps and --lora-rank must not be negative")
+    if args.warmup_steps >= args.num_iterations:
+        raise ValueError("--warmup-steps must be below --num-iterations")
     if args.resume and not args.run_dir:
         raise ValueError("--resume needs --run-dir")
     if args.batch_size % args.num_parts():
@@ -807,7 +823,9 @@ def check_v1_args(args: Args):
     if args.ref_kl_target and not args.kl_coef:
         raise ValueError("--ref-kl-target needs a --kl-coef to start from")
     if args.target_kl and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError("--target-kl does nothing with one step per update, whose KL is 0")
+        raise ValueError(
+            "--target-kl does nothing with one step per update: it is measured before it"
+        )
     if args.dual_clip and args.dual_clip <= 1:
         raise ValueError("--dual-clip must be above 1")
     if args.fsdp and world_size() == 1:
@@ -816,17 +834,17 @@ def check_v1_args(args: Args):
     if args.lora_rank and not importlib.util.find_spec("peft"):
         raise ValueError("--lora-rank needs peft: pip install peft, or uv run --with peft")
     if args.lora_rank and args.fsdp:
-        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
+        raise ValueError("--fsdp with --lora-rank is not supported: LoRA leaves little to shard")
     if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
         raise ValueError(
-            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that are "
-            "trained would be rounded away"
+            "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights, and "
+            "trained ones would lose small steps"
         )
 
 
 # --- task: prompts, answers, scores ---
 def final_answer(text: str) -> str:
-    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else everything."""
+    """Contents of the last \\boxed{} (MATH), else the text after #### (GSM8K), else all of it."""
     braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # a box may contain two levels of braces
     boxed = re.findall(r"\\boxed\{((?:[^{}]|" + braces + r")*)\}", text)
     if boxed:
@@ -838,7 +856,7 @@ UNIT = r"\\text\{.*?\}"
 
 
 def as_number(text: str) -> float | None:
-    """What a text is as a number: 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm}, x = 3, but not 10^{3}."""
+    """Read a number, also 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm} or x = 3; not 10^{3}."""
     text = re.sub(UNIT, " ", text).split("=")[-1]
     text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
     pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
@@ -862,7 +880,7 @@ def verify(response: str, answer: str) -> bool:
 def read_pairs(path: str) -> list[tuple[str, str]]:
     """Read prompts and answers, under the names that GSM8K, MATH and others give them."""
     pairs = []
-    for number, line in enumerate(open(path, "rb"), 1):  # json decodes UTF-8 and reports errors
+    for number, line in enumerate(open(path, "rb"), 1):  # as bytes: json decodes UTF-8
         if not line.strip():
             continue
         try:
@@ -873,7 +891,8 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             prompt = answer = None
         if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
             sys.exit(
-                f"{path}, line {number}: must be a JSON object with the texts prompt and answer"
+                f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
+                "answer (solution)"
             )
         pairs.append((prompt, final_answer(str(answer))))
     return pairs
@@ -931,11 +950,9 @@ def make_task(args):
 def drop_long_prompts(pairs, tokenizer, args):
     if args.max_prompt_length is None:
         return pairs
+    limit = args.max_prompt_length
     encoded = encode(tokenizer, [prompt for prompt, _ in pairs], args.chat_template).input_ids
-    short_pairs = []
-    for pair, ids in zip(pairs, encoded, strict=True):
-        if len(ids) <= args.max_prompt_length:
-            short_pairs.append(pair)
+    short_pairs = [pair for pair, ids in zip(pairs, encoded, strict=True) if len(ids) <= limit]
     print(f"left out {len(pairs) - len(short_pairs)} prompts longer than --max-prompt-length")
     if not short_pairs:
         sys.exit("--max-prompt-length: no prompt is left for training, or none for evaluation")
@@ -1019,9 +1036,26 @@ def load_lm(args):
 
 # v1: memory
 def transformer_layers(model):
-    """The list of modules that holds most of the parameters."""
+    """The nn.ModuleList with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
+
+
+# v1: memory, distributed
+def save_memory(policy, reference, args):
+    """Recompute activations, use bfloat16, and shard, if the options say so.
+
+    All three replace methods of the modules. A reference that is copied later would call those of
+    the policy.
+    """
+    if args.gradient_checkpointing:
+        checkpoint_layers(policy)
+    if args.bf16:
+        use_bf16(policy)
+        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
+            use_bf16(reference)
+    if args.fsdp:
+        shard(policy)
 
 
 # v1: memory
@@ -1038,7 +1072,10 @@ def checkpoint_layers(policy):
 
 # v1: memory
 def use_bf16(policy):
-    """Multiply matrices in bfloat16, except in the two heads: rounding logits changes log-probs."""
+    """Multiply matrices in bfloat16. The two heads stay in float32, because log-probs need it.
+
+    The hook below runs before that of PolicyWithValue.forward, so that one keeps float32 inputs.
+    """
     device_type = policy.eos_ids.device.type
     policy.forward = torch.autocast(device_type, torch.bfloat16)(policy.forward)
     for head in (policy.lm.get_output_embeddings(), policy.value_head):
@@ -1053,7 +1090,7 @@ def add_adapters(policy, args):
 
     lm = policy.lm
     if args.weights_dtype == "bfloat16":
-        # The LM head stays in float32. In many models it shares its weights with the embedding.
+        # The LM head stays in float32. It is copied, because it may be tied to the embedding.
         float32_head = copy.deepcopy(lm.get_output_embeddings())
         for parameter in lm.parameters():  # not lm.bfloat16(), which would round buffers as well
             parameter.data = parameter.data.bfloat16()
@@ -1068,21 +1105,21 @@ def add_adapters(policy, args):
 
 # v1: lora
 def without_adapters(policy, *inputs):
-    """Outputs of the frozen model: a reference that takes no memory."""
+    """Call the frozen model, without its adapters: a reference that takes no memory."""
     with policy.lm.disable_adapter():
         return policy(*inputs)
 
 
 # v1: lora
-def trained_weights(policy) -> dict:
-    """The weights that are trained: all of them without LoRA, else adapters and value head."""
+def trained_names(policy) -> list[str]:
+    """Names of the weights that are trained. With LoRA, those of adapters and value head."""
     state = policy.state_dict(keep_vars=True)
-    return {name: weight.detach() for name, weight in state.items() if weight.requires_grad}
+    return [name for name, weight in state.items() if weight.requires_grad]
 
 
 # v1: lora
 def merge_adapters(lm):
-    """Returns the structure of an ordinary model, and its weights: frozen ones plus adapters."""
+    """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
     state = {}
     for name, weight in lm.state_dict().items():
@@ -1130,7 +1167,7 @@ class Run:
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = rows  # v1: checkpoint: what a resumed run has logged
+        self.rows = rows  # v1: checkpoint: those of the run that is resumed
         self.start_time = time.time() - (rows[-1]["time"] if rows else 0)  # v1: checkpoint
         self.wandb = None
         if rank() > 0:  # v1: distributed: one process writes
@@ -1146,13 +1183,16 @@ class Run:
         if args.track:
             import wandb
 
+            # v1: checkpoint
+            id_path = self.dir / "wandb_id.txt"  # a resumed run has the id of its first start
+            if not id_path.exists():
+                replace_text(id_path, uuid.uuid4().hex)
             wandb.init(
                 project=args.wandb_project_name,
                 name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                # v1: checkpoint: a resumed run has the same id, another folder has another
-                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                id=id_path.read_text(encoding="utf-8"),
                 resume="allow",
             )
             self.wandb = wandb
@@ -1200,23 +1240,18 @@ class Run:
             self.wandb.finish()
 
         last_row = self.rows[-1]
-        scores = [row["eval/score"] for row in self.rows if row.get("eval/score") is not None]
-        change = " -> ".join(f"{score:.2f}" for score in scores[:1] + scores[-1:])
+        scores = [row["eval/score"] for row in self.rows if "eval/score" in row]
+        change = f"{scores[0]:.2f} -> {scores[-1]:.2f}"
         print(f"eval/score {change}, {last_row['global_step']} responses, {last_row['time']:.0f} s")
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
+        print(f"the model of the best evaluation is in {self.dir}/best")  # v1: best
 
 
 def plot_metric(axis, rows: list[dict], name: str):
-    """Draw a metric as dots, and the mean of its last five values as a curve."""
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
-    values = [row[name] for row in rows]
-    curve = [fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
-    if name.startswith("eval/"):  # not smoothed, because evaluations are few
-        curve = values
-    (dots,) = axis.plot(steps, values, ".", alpha=0.3)
-    axis.plot(steps, curve, color=dots.get_color(), label=name)
+    axis.plot(steps, [row[name] for row in rows], ".-", label=name)
 
 
 # --- command line ---
@@ -1241,24 +1276,28 @@ def titled_help():
 # v1: checkpoint
 @dataclass
 class ResumeArgs:
-    """The options that are read first: they decide where the defaults of the others come from."""
+    """These options are read first, because the defaults of the others depend on them."""
 
     run_dir: str | None = None
     resume: bool = False
 
 
+# These options set the data, the rewards and the model. They are made again when a run resumes, not
+# loaded from the checkpoint, so --resume cannot change them.
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
     sft_steps chat_template max_prompt_length lora_rank weights_dtype kl_coef""".split()
 
 
 def parse_args() -> Args:
-    """With --resume, the options that the run was started with are the defaults."""
+    """Read the options. With --resume, the options of the saved run are the defaults."""
     typed, _ = tyro.cli(ResumeArgs, return_unknown_args=True, add_help=False)
-    folder = Path(typed.run_dir or "")
-    if not (typed.resume and typed.run_dir and holds_own_run(folder)):
+    options = {}
+    if typed.resume and typed.run_dir:
+        options = options_of_run(Path(typed.run_dir))
+    if not options:
         return tyro.cli(Args, description=__doc__)
-    saved = object.__new__(Args)  # skips the checks, because a typed option may correct a saved one
-    vars(saved).update(json.loads((folder / "args.json").read_text(encoding="utf-8")))
+    saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
+    vars(saved).update(options)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
@@ -1272,15 +1311,15 @@ def parse_args() -> Args:
 
 # --- checkpoints ---
 # v1: checkpoint
-# A checkpoint has one format, whether the model is sharded or not.
+# A checkpoint holds whole tensors, whether the model is sharded or not.
 WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
-    """Write to a temporary name and rename: a kill leaves the previous checkpoint intact."""
+    """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
     policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_weights(policy)}  # v1: lora
+        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
         saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
@@ -1288,7 +1327,7 @@ def save_checkpoint(run, policy, optimizer, state: dict):
 
 def load_checkpoint(policy, optimizer, args) -> dict:
     """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir) / "checkpoint.pt"
+    path = Path(args.run_dir, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
     # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
     dcp.set_state_dict(
@@ -1302,23 +1341,22 @@ def load_checkpoint(policy, optimizer, args) -> dict:
     return saved
 
 
-def has_checkpoint(args) -> bool:
-    return (Path(args.run_dir) / "checkpoint.pt").exists()
-
-
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
-    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # of a killed run
-    return args.resume and (is_empty or holds_own_run(folder))
+    is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
+    return args.resume and (is_empty or bool(options_of_run(folder)))
 
 
-def holds_own_run(folder: Path) -> bool:
+def options_of_run(folder: Path) -> dict:
+    """The options with which the run in this folder was started; {} if there is no run."""
     path = folder / "args.json"
     if not path.exists():
-        return False
+        return {}
     options = json.loads(path.read_text(encoding="utf-8"))
-    return options.get("script") == Path(__file__).stem
+    if options.get("script") != Path(__file__).stem:
+        sys.exit(f"--resume: the run in {folder} was made by another script")
+    return options
 
 
 def drop_lines_after(global_step: int, path: Path):
@@ -1334,24 +1372,26 @@ def drop_lines_after(global_step: int, path: Path):
 
 
 def replace_text(path: Path, text: str):
-    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. A kill never leaves a folder that is incomplete."""
-    state = dcp.get_model_state_dict(policy, options=WHOLE)
+    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
+    lm = policy.lm
+    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
+        lm, state = merge_adapters(lm)
+    else:
+        state = dcp.get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
-    lm = policy.lm
-    lm_state = {name[3:]: x for name, x in state.items() if name.startswith("lm.")}
-    if hasattr(lm, "peft_config"):  # v1: lora
-        lm, lm_state = merge_adapters(lm)
+    for name in lm.all_tied_weights_keys:  # their values are in the file under another name
+        state.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
     old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=lm_state)
+    lm.save_pretrained(new_folder, state_dict=state)
     tokenizer.save_pretrained(new_folder)
     shutil.rmtree(old_folder, ignore_errors=True)
     if folder.exists():  # a folder that is not empty cannot be replaced
@@ -1361,7 +1401,7 @@ def save_model(policy, tokenizer, folder: Path):
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`. The loop then saves and ends the run.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """
@@ -1388,7 +1428,7 @@ class Signals:
 
 # --- distributed ---
 # v1: distributed
-# torchrun tells each process its number and how many there are.
+# torchrun gives each process its rank and the number of processes.
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
@@ -1410,29 +1450,27 @@ def init_distributed(device):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
     else:
-        if device.type != "cpu":
-            print(f"torchrun: {device.type} is not supported, this process trains on the CPU")
-        device = torch.device("cpu")
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
-        sys.stdout = open(os.devnull, "w")  # one process prints
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints
     return device
 
 
 def broadcast_weights(policy):
-    """Start all ranks from the weights of rank 0."""
+    """Start all ranks from the weights of rank 0: a warm start rounds differently on other CPUs."""
     if world_size() > 1:
         for parameter in policy.parameters():
             dist.broadcast(parameter.data, 0)
 
 
-def shard(policy, device):
-    """Shard with FSDP2. Weights stay whole from the first forward pass to the backward pass.
+def shard(policy):
+    """Shard with FSDP2. The first forward pass gathers the weights, the backward pass frees them.
 
-    With reshard_after_forward=True every forward pass would gather them, and every rank would have
-    to make the same number of passes. But ranks sample different numbers of tokens.
+    With reshard_after_forward=True all ranks would gather them in every forward pass. But ranks
+    make different numbers of passes, because they sample different numbers of tokens.
     """
-    mesh = init_device_mesh(device.type, (world_size(),))
+    mesh = init_device_mesh(policy.eos_ids.device.type, (world_size(),))
     for layer in transformer_layers(policy.lm):
         fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False)
@@ -1463,25 +1501,20 @@ def any_rank(flag: bool, device) -> bool:
     return count.item() > 0
 
 
-def gather_rows(batch: dict, args) -> dict:
+def gather_rows(batch: dict) -> dict:
     """The rows of all ranks on every rank, in the order of a single process."""
     if world_size() == 1:
         return batch
     gathered = {}
     for name, tensor in batch.items():
-        if tensor.dim() == 2 and "prompt" not in name:  # ranks have responses of unequal length
-            tensor = nn.functional.pad(tensor, (0, args.max_response_length - tensor.shape[1]))
         parts = [torch.empty_like(tensor) for _ in range(world_size())]
         dist.all_gather(parts, tensor.contiguous())
         gathered[name] = torch.stack(parts, 1).flatten(0, 1)  # the reverse of my_share
-    width = max(1, int(gathered["response_mask"].sum(1).max()))
-    for name, tensor in gathered.items():
-        if tensor.dim() == 2 and "prompt" not in name:
-            gathered[name] = tensor[:, :width]
     return gathered
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not have every character
     with titled_help():
         args = parse_args()
     main(args)

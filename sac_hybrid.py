@@ -149,7 +149,7 @@ class Args:
     report_episodes: int = 50  # other episodes, which test the final policy (0: none)
     capture_video: bool = True  # play three of the report episodes again, for policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     create_data: bool = False  # only write test_data/success_demo.pkl and failure_demo.pkl
     test: Literal["quick", "full"] | None = None  # quick: a few steps; full: train on test_data
@@ -1696,13 +1696,15 @@ class Run:
         if args.track:
             import wandb
 
+            id_path = self.dir / "wandb_id.txt"  # a resumed run has the id of its first start
+            if not id_path.exists():
+                replace_text(id_path, uuid.uuid4().hex)
             self.wandb = wandb.init(
                 project=args.wandb_project_name,
                 name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                # A resumed run has the same id, another folder has another.
-                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                id=id_path.read_text(encoding="utf-8"),
                 resume="allow",
             )
 
@@ -1868,7 +1870,7 @@ def parse_args() -> Args:
 
 
 def replace_text(path: Path, text: str):
-    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -171,7 +171,7 @@ class Args:
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
-    track: bool = False  # log to wandb, too (WANDB_MODE=offline needs no account)
+    track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
     wandb_project_name: str = "stale-experience"  # project name in wandb
     preset: Literal[tuple(PRESETS)] = "design"  # method: sets the defaults of other options
     checkpoint_path: str | None = None  # file for the agent after the warm-up (read if --learner)
@@ -1615,13 +1615,15 @@ class Run:
         if args.track:
             import wandb
 
+            id_path = self.dir / "wandb_id.txt"  # a resumed run has the id of its first start
+            if not id_path.exists():
+                replace_text(id_path, uuid.uuid4().hex)
             self.wandb = wandb.init(
                 project=args.wandb_project_name,
                 name=self.dir.name,
                 dir=self.dir,
                 config=config,
-                # A resumed run has the same id, another folder has another.
-                id=uuid.uuid5(uuid.NAMESPACE_URL, self.dir.resolve().as_uri()).hex,
+                id=id_path.read_text(encoding="utf-8"),
                 resume="allow",
             )
 
@@ -1739,7 +1741,7 @@ def parse_args() -> Args:
 
 
 def replace_text(path: Path, text: str):
-    """Write to a temporary name and rename, so that a kill leaves the old file or the new one."""
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -1860,7 +1862,7 @@ def read_checkpoint(path) -> dict:
 
 
 class Signals:
-    """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop then saves and ends.
+    """SIGINT (Ctrl-C) and SIGTERM set `received`. The loop then saves and ends the run.
 
     After the first signal the previous handlers are back, so a second one ends the run at once.
     """

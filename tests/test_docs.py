@@ -224,6 +224,7 @@ SMALL["wsrl_warmup"] = (
     " --buffer-size 100"
 )
 WHERE = {  # flags that are allowed with some commands only
+    "ppo_v1": (lambda flags: "--warmup-steps" in flags, "--warmup-steps 1"),
     "ppo_v2": (
         lambda flags: " --use-replay" in flags,
         "--min-replay-size 4 --replay-sample-size 4",

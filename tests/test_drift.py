@@ -9,10 +9,12 @@ from conftest import ROOT
 SCRIPTS = [ROOT / f"{name}.py" for name in conftest.SCRIPTS]
 # name -> {scripts: reason}: these scripts have a text of their own, which they share; the other copies must agree
 OWN_TEXT = {
+    "check_args": {"ppo": "no number is None"},
     "evaluate": {"ppo": "one process, and no score is NaN"},
     "as_samples": {"ppo": "no score is NaN"},
     "batch_metrics": {"ppo": "no score is NaN, no KL controller"},
     "policy_loss": {"ppo": "no clip-higher, no dual clip"},
+    "generate": {"ppo": "one process"},
     "rollout": {"ppo": "one process, a NaN ends the run"},
     "logprobs_and_values_in_parts": {"ppo": "no micro-batches"},
     "Run": {
@@ -37,6 +39,7 @@ OWN_TEXT = {
     "load_run": {"wsrl_warmup": "other buffers"},
     "use_bf16": {"het_grpo": "no value head"},
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},
+    "compute_gradient": {"ppo": "no micro-batches, one process"},
     "update": {"ppo": "no micro-batches", "ppo_v2": "advantages are normalized before the mix"},
     "minibatch_rows": {"ppo_v2": "fresh and drawn rollouts in every minibatch"},
 }

@@ -133,6 +133,8 @@ def test_saved_models_are_merged_and_load_as_ordinary_folders(kind, options, tmp
     assert lm.dtype == torch.float32
     trained_head = policy.lm.get_base_model().get_output_embeddings().weight
     assert torch.equal(lm.get_output_embeddings().weight, trained_head), "also if it was tied"
+    frozen_embedding = policy.lm.get_base_model().get_input_embeddings().weight
+    assert torch.equal(lm.get_input_embeddings().weight, frozen_embedding.float())
     assert lm.config.tie_word_embeddings == (kind == "gpt2" and options.get("bf16") is None)
     found = lm(ids).logits
     error = (found - expected).abs().max()

@@ -115,7 +115,8 @@ def test_command_line_prints_plain_status_lines(name, last, run_script):
     done = run_script(f"{name}.py", *words)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(lines) == 3 and done.stdout.splitlines()[-3].startswith("eval/score ")
+    assert len(lines) == 3 and "\neval/score " in done.stdout
+    assert re.search(r"^device cpu, \d+,\d+ parameters are trained$", done.stdout, re.M)
     for line in lines:
         assert re.fullmatch(r"\[\d/3\] PL:-?\d+\.\d\d VL:\d+\.\d\d R:-?\d+\.\d\d" + last, line), (
             line
@@ -152,6 +153,17 @@ def test_torchrun_with_replay_and_shards_is_one_process(tmp_path):
     assert [row["prompt"] for row in one] == [row["prompt"] for row in two] and len(one) == 14
 
 
+@pytest.mark.parametrize("name", LM_SCRIPTS)
+def test_text_that_the_terminal_cannot_show_ends_no_run(name, run_script, tmp_path):
+    lines = [json.dumps({"prompt": f"{i}→é=", "answer": "1"}) for i in range(20)]
+    (tmp_path / "task.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = "--task jsonl:task.jsonl --sft-steps 1 --num-iterations 1 --batch-size 4".split()
+    environment = os.environ | dict(PYTHONIOENCODING="ascii")
+    finished = run_script(f"{name}.py", *options, env=environment)
+    assert finished.returncode == 0, finished.stderr
+    assert "after training" in finished.stdout and "??=' ->" in finished.stdout
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_explains_every_option(name, capsys, monkeypatch):
     script = importlib.import_module(name)
@@ -178,7 +190,8 @@ LM_BAD = """--temperature 0 | --learning-rate nan | --gae-lambda 1.5 | --kl-coef
     --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
 BAD = {  # flags that make no sense, options that would be ignored among them; the last is named, by its last word
     "ppo": LM_BAD,
-    "ppo_v1": LM_BAD + " | --resume | --fsdp | --dual-clip 0.5 | --early-stopping-patience 0",
+    "ppo_v1": LM_BAD
+    + " | --warmup-steps 40 | --resume | --fsdp | --dual-clip 0.5 | --early-stopping-patience 0",
     "ppo_v2": LM_BAD + " | --replay-buffer-size 700 | --priority-age-tau None | --correction dppo",
     "het_grpo": """--rollout-expratio 1.5 | --train-sample-keepratio -0.1 | --exp-ratio nan | --temperature 0
         --experience-template none | --num-minibatches 5 | --resume | --method ec --train-sample-expmode discard

@@ -108,7 +108,7 @@ def test_jsonl_errors_name_the_line(bad, tmp_path):
     path.write_text('{"prompt": "a", "answer": 1}\n\n' + bad, errors="surrogateescape")
     with pytest.raises(
         SystemExit,
-        match=r"data.jsonl, line 3: must be a JSON object with the texts prompt and answer$",
+        match=r"data.jsonl, line 3: must be a JSON object with prompt \(question, problem\) and answer \(solution\)$",
     ):
         run(ppo, tmp_path / "run", task=f"jsonl:{path}")
     assert not (tmp_path / "run").exists()
@@ -219,7 +219,7 @@ def test_a_reward_function_may_import_files_of_its_folder(tmp_path, monkeypatch)
 def test_a_run_whose_responses_are_cut_off_says_so(tmp_path, capsys):
     """The default length is that of the built-in task."""
     run(ppo, tmp_path / "run", batch_size=32, sft_steps=0, max_response_length=1)
-    assert capsys.readouterr().out.count("nearly all responses are cut off") == 1
+    assert capsys.readouterr().out.count("over 90 % of responses are cut off") == 1
 
 
 def test_a_chat_template_wraps_the_prompt():

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,11 +109,14 @@ def test_a_reward_function_that_draws_random_numbers_does_not_shift_those_of_tra
 PATIENT = dict(num_iterations=9, eval_every=1, early_stopping_patience=2, learning_rate=1e-30)
 
 
-def test_an_early_stop_says_why_and_a_resumed_run_ends_there_too(tmp_path, capsys):
+def test_an_early_stop_says_why_and_a_resumed_run_ends_there_too(tmp_path, capsys, monkeypatch):
     run(ppo_v1, tmp_path / "run", **PATIENT)
-    assert "early stop: 2 evaluations without improvement" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "early stop: 2 evaluations in a row were not better" in output
+    assert output.endswith(f"the model of the best evaluation is in {tmp_path / 'run'}/best\n")
     rows = metrics_without_times(tmp_path / "run")
     (tmp_path / "run" / "summary.json").unlink()  # as if killed after the checkpoint
+    monkeypatch.setattr(ppo_v1, "update", None)  # must not be called
     run(ppo_v1, tmp_path / "run", **PATIENT, resume=True)
     assert metrics_without_times(tmp_path / "run") == rows and len(rows) == 1 + 2
     assert (tmp_path / "run" / "summary.json").exists()
@@ -173,9 +177,11 @@ def test_a_kill_while_a_model_is_saved_leaves_the_old_one(script, tmp_path, monk
 # --- checkpoint ---
 @either
 def test_killed_at_any_moment_and_resumed_is_never_stopped(script, extra, tmp_path):
-    options = LONG | extra | dict(ref_kl_target=0.1)
+    options = LONG | extra
     options |= (
-        dict(rollout_lag=2, correction="decoupled", log_rollouts=True) if script is ppo_v2 else {}
+        dict(rollout_lag=2, correction="decoupled", log_rollouts=True)
+        if script is ppo_v2
+        else dict(ref_kl_target=0.1)
     )
     run(script, tmp_path / "whole", **options)
     killed, rng = tmp_path / "killed", random.Random(0)
@@ -309,7 +315,9 @@ BAD_SCORES = "[2.0 + len(r) if len(n) != 3 else float('nan') for r in responses]
 
 
 @either
-def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(script, extra, tmp_path):
+def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(
+    script, extra, tmp_path, capsys
+):
     """Iteration 2: every score is NaN. No weight moves, momentum included, and nothing counts as zero."""
     lines = ["n = []", "def mine(prompts, responses, answers):", "    n.append(1)"]
     (tmp_path / "reward.py").write_text("\n".join([*lines, f"    return {BAD_SCORES}"]))
@@ -328,6 +336,16 @@ def test_a_batch_without_a_finite_score_is_no_update_and_the_run_goes_on(script,
     assert rows[1]["charts/score"] is None and rows[1]["losses/policy_loss"] is None
     assert rows[1]["losses/kl_coef"] == rows[2]["losses/kl_coef"] != rows[3]["losses/kl_coef"]
     assert same(saved[0], saved[1]) and not same(saved[1], saved[2])
+    assert capsys.readouterr().out.count("no response has a finite score") == 1
+
+
+@either
+def test_a_reward_function_that_returns_only_nan_ends_the_run(script, extra, tmp_path):
+    (tmp_path / "reward.py").write_text(
+        "def mine(prompts, *rest):\n    return [float('nan')] * len(prompts)"
+    )
+    with pytest.raises(SystemExit, match="no response of the evaluation has a finite score"):
+        run(script, tmp_path / "run", **extra, reward_fn=f"{tmp_path / 'reward.py'}:mine")
 
 
 def test_metrics_leave_responses_without_a_score_out():
@@ -381,11 +399,11 @@ def test_options_can_be_copied_and_a_fork_may_add_its_own(script):
 
 # --- signals ---
 @posix
-def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path, capsys):
+def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path, capfd):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signals = ppo_v1.Signals()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert signals.received and "a second signal ends it at once" in capsys.readouterr().out
+    assert signals.received and "a second one ends it at once" in capfd.readouterr().err
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     run(ppo_v1, tmp_path / "a", num_iterations=1)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
@@ -490,6 +508,19 @@ def test_a_signal_to_one_rank_saves_and_ends_all_and_they_resume(tmp_path):
     assert_nearly_the_same(tmp_path / "one", cut)
 
 
+def test_tied_weights_of_a_sharded_model_are_saved_once(tmp_path):
+    """The LM head of GPT-2 is its embedding. The whole weights of shards do not share memory."""
+    tokenizer = ppo_v1.make_tiny_tokenizer()
+    config = tiny_gpt2(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    for part in (transformers.AutoModelForCausalLM.from_config(config), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    options = dict(model_name=str(tmp_path / "model"), num_iterations=1, learning_rate=1e-2)
+    run(ppo_v1, tmp_path / "one", **options)
+    assert two_ranks(lambda rank: run(ppo_v1, tmp_path / "two", fsdp=True, **options)) == [0, 0]
+    assert_nearly_the_same(tmp_path / "one", tmp_path / "two")
+    assert weights(tmp_path / "two").keys() == weights(tmp_path / "model", "").keys()
+
+
 def test_two_nodes_make_the_update_of_one_process(tmp_path):
     """Two torchrun commands, as on two machines. Each has a folder of its own, and only node 0 writes."""
     options = dict(num_iterations=2, learning_rate=1e-4)
@@ -518,7 +549,7 @@ def test_two_nodes_make_the_update_of_one_process(tmp_path):
 def test_a_folder_of_another_script_is_never_overwritten(tmp_path):
     run(ppo, tmp_path / "run", num_iterations=1)
     before = metrics_without_times(tmp_path / "run")
-    with pytest.raises(SystemExit, match="already exists; runs are never overwritten"):
+    with pytest.raises(SystemExit, match="run was made by another script"):
         run(ppo_v1, tmp_path / "run", resume=True)
     assert metrics_without_times(tmp_path / "run") == before
 
@@ -537,11 +568,11 @@ def test_a_folder_of_other_work_is_not_taken(tmp_path):
 
 
 def test_the_options_of_another_script_are_no_defaults(tmp_path, monkeypatch):
-    """main() then says that the folder is not overwritten."""
     run(ppo, tmp_path / "run", num_iterations=1)
     words = ["ppo_v1.py", "--run-dir", str(tmp_path / "run"), "--resume"]
     monkeypatch.setattr(sys, "argv", words)
-    assert ppo_v1.parse_args() == ppo_v1.Args(run_dir=words[2], resume=True)
+    with pytest.raises(SystemExit, match="run was made by another script"):
+        ppo_v1.parse_args()
 
 
 def test_a_resume_that_fails_leaves_the_options_of_the_run(tmp_path):
@@ -554,12 +585,13 @@ def test_a_resume_that_fails_leaves_the_options_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("script", [ppo, ppo_v1], ids=["ppo", "v1"])
-def test_tracked_runs_in_folders_of_one_name_are_two_runs(script, tmp_path, monkeypatch):
+def test_a_tracked_run_in_the_folder_of_a_removed_one_is_a_new_run(script, tmp_path, monkeypatch):
     calls = spy(monkeypatch, wandb, "init")
-    for folder in ("a", "b"):
-        run(script, tmp_path / folder / "run", num_iterations=1, track=True)
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        run(script, tmp_path / "run", num_iterations=1, track=True)
     if script is ppo_v1:
-        run(script, tmp_path / "b" / "run", num_iterations=1, track=True, resume=True)
+        run(script, tmp_path / "run", num_iterations=1, track=True, resume=True)
     ids = [result.id for _, result in calls]
     assert [result.name for _, result in calls] == ["run"] * len(ids)
     assert ids[0] != ids[1] == ids[-1]

@@ -81,7 +81,7 @@ def test_priorities_that_underflow_can_still_be_drawn(tau):
 
 
 def test_uniform_draws_weigh_one():
-    options = dict(use_priority_sampling=False, priority_beta=1.0)
+    options = dict(use_priority_sampling=False, priority_alpha=1.0, priority_beta=1.0)
     for size in (1, 4, 6):
         buffer = filled([1] * 6, [0] * 6, [1, 2, 3, 4, 5, 6], size, **options)
         assert buffer.draw(2, 0.0)[1].tolist() == pytest.approx([1] * size)
@@ -332,6 +332,9 @@ def test_a_lagged_run_samples_with_the_weights_of_so_many_iterations_ago(tmp_pat
     monkeypatch.setattr(ppo_v2, "rollout", rollout)
     monkeypatch.setattr(ppo_v2, "logprobs_and_values_in_parts", outputs)
     run(ppo_v2, tmp_path / "run", num_iterations=6, rollout_lag=2)
+    rows = metrics_without_times(tmp_path / "run")
+    compared = [row["global_step"] for row in rows if "rollout/logprob_mismatch" in row]
+    assert compared == [8], "later the sampler is another policy"
     assert len(sampled) == len(learned) == 6
     for i in range(6):
         assert all(map(torch.equal, sampled[i], learned[max(0, i - 2)]))
@@ -383,6 +386,15 @@ def test_the_weights_of_a_draw_enter_the_update(tmp_path, monkeypatch):
         drawn = mb["is_replayed"] > 0
         assert mb["sample_weights"][drawn].sort().values.tolist() == given.sort().values.tolist()
         assert (mb["sample_weights"][~drawn] == 1).all()
+
+
+def test_copies_in_a_draw_are_logged(tmp_path, monkeypatch):
+    draws = spy(monkeypatch, ppo_v2.ReplayBuffer, "draw")
+    run(ppo_v2, tmp_path / "run", **LONG)
+    expected = [len(set(rows.tolist())) / len(rows) for _, (rows, _) in draws if len(rows)]
+    rows = metrics_without_times(tmp_path / "run")
+    assert [row["replay/distinct_frac"] for row in rows if "replay/ess" in row] == expected
+    assert min(expected) < 1
 
 
 def test_a_draw_refreshes_the_priority(tmp_path, monkeypatch):
@@ -570,7 +582,7 @@ def test_only_the_lines_that_the_buffer_can_hold_are_read(logged, tmp_path, monk
 def test_a_last_line_that_a_kill_cut_off_is_left_out(logged, tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text(open(logged).read()[:-9])
     run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(tmp_path / "log.jsonl"))
-    assert "left out the last line, which was not written to its end" in capsys.readouterr().out
+    assert "left out the last line, which is incomplete" in capsys.readouterr().out
     assert metrics_without_times(tmp_path / "run")[1]["buffer_size"] == 23 + 8
 
 
@@ -644,7 +656,11 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(use_replay_buffer=True, min_replay_size=9000), "--replay-buffer-size is below"),
         (dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10), "is never reached"),
         (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
-        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "0 drawn rollouts are too few"),
+        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be below 1"),
+        (dict(use_replay_buffer=True, use_priority_sampling=False, priority_alpha=0.5),
+         "--priority-alpha needs --use-priority-sampling"),
+        (dict(use_replay_buffer=True, replay_grow_iteration=9), "needs --replay-start-size"),
+        (dict(rollout_lag=1, ref_kl_target=0.1), "which stale tokens do not measure"),
         (dict(use_replay_buffer=True, adaptive_reuse=True, update_epochs=1),
          "--adaptive-reuse does nothing with one step"),
         (dict(use_replay_buffer=True, max_replay_reuse=0), "--max-replay-reuse must be positive"),
@@ -659,6 +675,12 @@ def test_an_empty_log_is_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "log.jsonl").touch()
     with pytest.raises(ValueError, match="log.jsonl does not exist, or is empty"):
         ppo_v2.Args(use_replay_buffer=True, replay_from=str(tmp_path / "log.jsonl"))
+
+
+def test_a_log_may_fill_a_buffer_that_fresh_rollouts_never_fill(tmp_path):
+    (tmp_path / "log.jsonl").write_text("{}")
+    options = dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10)
+    assert ppo_v2.Args(**options, replay_from=str(tmp_path / "log.jsonl")).min_replay_size > 80
 
 
 @pytest.mark.parametrize("started", [False, True])
