@@ -70,7 +70,12 @@ import transformers
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -667,12 +672,7 @@ def main(args: Args) -> dict[str, float]:
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    rows = []  # what has been logged
-    # If a rank does not find the checkpoint, loading it there ends the run.
-    if args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device):
-        saved = load_checkpoint(policy, optimizer, args)
-        state |= saved["state"]
-        rows = saved["rows"]
+    rows = load_checkpoint(policy, optimizer, state, args)
     run = Run(args, rows)
     if rows:
         metrics, samples = rows[-1], []
@@ -961,7 +961,7 @@ def drop_long_prompts(pairs, tokenizer, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1113,26 +1113,27 @@ def without_adapters(policy, *inputs):
 # v1: lora
 def trained_names(policy) -> list[str]:
     """Names of the weights that are trained. With LoRA, those of adapters and value head."""
-    state = policy.state_dict(keep_vars=True)
-    return [name for name, weight in state.items() if weight.requires_grad]
+    weights = policy.state_dict(keep_vars=True)
+    return [name for name, weight in weights.items() if weight.requires_grad]
 
 
 # v1: lora
 def merge_adapters(lm):
     """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {}
+    merged_weights = {}
     for name, weight in lm.state_dict().items():
+        if "lora_" in name:
+            continue
         weight = weight.cpu().float()
         if name.endswith(".base_layer.weight"):
             adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
             weight = weight + adapted_layer.get_delta_weight("default").cpu()
-        if "lora_" not in name:
-            state[name.replace(".base_layer", "")] = weight
+        merged_weights[name.replace(".base_layer", "")] = weight
     with torch.device("meta"):
-        merged = type(lm)(lm.config)
-    merged.generation_config = lm.generation_config
-    return merged, state
+        merged_lm = type(lm)(lm.config)
+    merged_lm.generation_config = lm.generation_config
+    return merged_lm, merged_weights
 
 
 # --- run folder ---
@@ -1267,7 +1268,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
@@ -1297,55 +1300,64 @@ def parse_args() -> Args:
     if not options:
         return tyro.cli(Args, description=__doc__)
     saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
-    vars(saved).update(options)
+    vars(saved).update(options, resume=True)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
-        if name == "resume" or value == old_value:
+        if value == old_value:
             continue
+        option = "--" + name.replace("_", "-")
         if name in FIXED_OPTIONS:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
-        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+            sys.exit(f"--resume cannot change {option} from {old_value}")
+        print(f"changed: {option} {old_value} -> {value}")
     return args
 
 
 # --- checkpoints ---
 # v1: checkpoint
-# A checkpoint holds whole tensors, whether the model is sharded or not.
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# A checkpoint holds whole tensors, whether the model is sharded or not. It has no frozen weights:
+# with LoRA those of the loaded model stay.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
-    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    policy_state, optimizer_state = get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
-        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        weights = {name: policy_state[name] for name in trained_names(policy)}
+        saved = dict(policy=weights, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def load_checkpoint(policy, optimizer, args) -> dict:
-    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir, "checkpoint.pt")
+def load_checkpoint(policy, optimizer, state: dict, args) -> list[dict]:
+    """Restore weights, optimizer and state. Returns the logged rows; [] if there is no checkpoint.
+
+    If only some ranks find the checkpoint, the others end with an error.
+    """
+    path = Path(args.run_dir or "", "checkpoint.pt")
+    if not any_rank(args.resume and path.exists(), policy.eos_ids.device):
+        return []
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
-    dcp.set_state_dict(
+    set_state_dict(
         policy,
         optimizer,
         model_state_dict=saved["policy"],
         optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    print(f"resuming after iteration {saved['state']['iteration']}")
-    return saved
+    state.update(saved["state"])
+    print(f"resuming after iteration {state['iteration']}")
+    return saved["rows"]
 
 
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
+    if not (args.resume and folder.is_dir()):
+        return False
     is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
-    return args.resume and (is_empty or bool(options_of_run(folder)))
+    return is_empty or bool(options_of_run(folder))
 
 
 def options_of_run(folder: Path) -> dict:
@@ -1379,25 +1391,24 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
+    """Save an ordinary Hugging Face folder, first under a temporary name.
+
+    A run that is killed here saves the folder again when it is resumed.
+    """
     lm = policy.lm
-    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
-        lm, state = merge_adapters(lm)
+    if hasattr(lm, "peft_config"):  # a model with adapters
+        lm, weights = merge_adapters(lm)
     else:
-        state = dcp.get_model_state_dict(lm, options=WHOLE)
+        weights = get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
     for name in lm.all_tied_weights_keys:  # their values are in the file under another name
-        state.pop(name, None)
+        weights.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
-    old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=state)
+    lm.save_pretrained(new_folder, state_dict=weights)
     tokenizer.save_pretrained(new_folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
-    if folder.exists():  # a folder that is not empty cannot be replaced
-        os.replace(folder, old_folder)
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(new_folder, folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
@@ -1409,11 +1420,8 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -1449,8 +1457,6 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
-    else:
-        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints
