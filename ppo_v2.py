@@ -207,7 +207,8 @@ class Args:
 # v1: nan
 # If the score of a response is NaN or infinite, its mask is 0.
 # v2: lag, buffer
-#     mu_logprobs, mu_values        (B,R)  of the policy that sampled
+#     logprobs, values              (B,R)  of prox; until rollout_with_lag ends, of mu
+#     mu_logprobs, mu_values        (B,R)  of mu, the policy that sampled
 #     sample_weights, value_weights (B,1)  factors of the two losses; 1 for fresh rollouts
 #     is_replayed                   (B,1)  1 for drawn rollouts
 
@@ -526,8 +527,8 @@ def lr_factor(iteration, args) -> float:
 # v2: correction
 # A rule returns the weight of each token: its gradient is -advantage * weight * grad log pi.
 # new_logprobs, logprobs and mu_logprobs are those of pi, prox and mu (see the top of the file).
-# A rule corrects for the choice of this token only. The rest of the response is what mu sampled.
-# All rules have the same parameters, and each uses some of them.
+# It corrects for the choice of this token only. The rest of the response is what mu sampled.
+# All rules have the same parameters, so that one call fits all. Each uses some of them.
 def importance_ratio(logprobs, other_logprobs):
     return (logprobs - other_logprobs).clamp(-20, 20).exp()
 
@@ -633,7 +634,7 @@ class ReplayBuffer:
 
     The rows are a batch on the CPU, with three more columns (N,):
         birth     the iteration in which the rollout was sampled
-        reuse     the number of updates in which it was drawn, whatever the number of copies
+        reuse     the number of updates in which it was drawn, once or many times
         priority  how useful it is expected to be
     """
 
@@ -796,10 +797,7 @@ def mix(batch: dict, drawn: dict, args) -> dict:
 
 
 def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
-    """How far the policy before the update is from the one that sampled.
-
-    For ess, importance weights are limited to 2, whatever the correction.
-    """
+    """How far prox is from mu. For ess, importance weights are limited to 2 in all corrections."""
     mask = batch["response_mask"].float()
     importance = importance_ratio(batch["logprobs"], batch["mu_logprobs"]).clamp(max=2)
     importance = (importance * sample_weights)[mask > 0]
@@ -851,11 +849,10 @@ def minibatch_indices(batch: dict, args):
     """
     num_drawn = len(batch["scores"]) - args.batch_size
     for _ in range(args.update_epochs):
-        fresh_parts = torch.randperm(args.batch_size).chunk(args.num_minibatches)
-        drawn_rows = torch.randperm(num_drawn) + args.batch_size
-        drawn_parts = drawn_rows.tensor_split(args.num_minibatches)
-        for fresh_part, drawn_part in zip(fresh_parts, drawn_parts, strict=True):
-            yield torch.cat([fresh_part, drawn_part])
+        fresh = torch.randperm(args.batch_size).tensor_split(args.num_minibatches)
+        drawn = (torch.randperm(num_drawn) + args.batch_size).tensor_split(args.num_minibatches)
+        for parts in zip(fresh, drawn, strict=True):
+            yield torch.cat(parts)
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
