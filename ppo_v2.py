@@ -6,32 +6,21 @@
 r"""PPO for language models with experience replay (arXiv:1707.06347v2 and 1511.05952).
 
     for each iteration:
-        sample and score with the policy (with --rollout-lag K: the one K
-            iterations ago)                                                    # rollout_with_lag
-        draw past rollouts from the buffer, and compute their log-probs and
-            advantages again                                                   # draw_batch
-        update on fresh and drawn rollouts; correct the loss of tokens that
-            an older policy sampled                                            # stale_policy_loss
+        sample and score one response to each prompt; with --rollout-lag K the
+            policy of K iterations ago samples                                 # rollout_with_lag
+        advantages of these fresh rollouts                                     # add_advantages
+        draw past rollouts from the buffer, and compute their log-probs,
+            values and advantages again                                        # draw_batch
+        update on both; correct the loss of tokens that an older policy
+            sampled                                                            # stale_policy_loss
         put the fresh rollouts into the buffer                                 # ReplayBuffer.add
 
 The code uses three policies: mu sampled the token (mu_logprobs), prox is the policy before this
 update (logprobs), and pi is the policy that is being trained (new_logprobs). A token is stale if mu
 is older than prox. Drawn tokens are stale, and with a lag the fresh ones are stale, too.
 
-Comments such as `# v1: checkpoint` mark what was added to ppo.py.
-    v1: checkpoint   - save and resume (on a CPU with identical numbers); Ctrl-C or SIGTERM saves,
-                       then ends the run
-    v1: schedule     - linear, cosine or constant learning rate, with a warm-up
-    v1: accumulate   - micro-batches: the same gradient with less memory
-    v1: memory       - bfloat16, gradient checkpointing, a limit on the length of prompts
-    v1: lora         - train small adapters beside the frozen model, which is also the reference
-    v1: best         - keep the best model; stop when the evaluation score stops improving
-    v1: kl           - adapt the KL coefficient to a target; stop an update early when the policy
-                       has changed too much
-    v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
-    v1: nan          - leave out responses whose score is NaN or infinite
-    v1: distributed  - several processes, replicated or sharded (FSDP2); they make the updates of
-                       one process, up to rounding
+Comments such as `# v2: buffer` mark what was added to ppo_v1.py (`all`: a part of each). Those with
+v1 mark what ppo_v1.py added to ppo.py, and its docstring lists them.
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer       - keep past rollouts, and draw some of them for each update
     v2: correction   - six rules for the policy loss of stale tokens
@@ -119,7 +108,8 @@ class Args:
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS; without EOS the built-in score is 0
-    max_prompt_length: int | None = None  # v1: memory: drop longer prompts (None: keep all)
+    # v1: memory
+    max_prompt_length: int | None = None  # drop longer prompts (None: keep all)
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
@@ -128,7 +118,7 @@ class Args:
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # v1: all
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # shape after the warm-up
     warmup_steps: int = 0  # number of first iterations in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # multiply matrices in bfloat16; with LoRA, add --weights-dtype bfloat16
@@ -146,7 +136,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL (nats per response)
+    ref_kl_target: float | None = None  # adapt kl_coef slowly to reach this KL (nats per response)
     target_kl: float | None = None  # stop an update if approx_kl > 1.5 times this (nats per token)
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # highest ratio for tokens with a negative advantage (None: off)
@@ -1103,13 +1093,14 @@ def main(args: Args) -> dict[str, float]:
         last_kl=0.0,
         buffer={},
     )
-    rows = load_checkpoint(policy, optimizer, state, args)
+    logged_rows = load_checkpoint(policy, optimizer, state, args)
     # v2: buffer
     buffer = ReplayBuffer(args)
     buffer.load_state_dict(state["buffer"])
-    run = Run(args, rows)
-    if rows:
-        metrics, samples = rows[-1], []
+    run = Run(args, logged_rows)
+    if logged_rows:
+        metrics = logged_rows[-1]
+        samples = []
     else:
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics, samples)
@@ -1397,9 +1388,10 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             row = json.loads(line)
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
+            is_valid = isinstance(prompt, str) and isinstance(answer, str | int | float)
         except (ValueError, KeyError, AttributeError):
-            prompt = answer = None
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            is_valid = False
+        if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
                 "answer (solution)"
@@ -1725,13 +1717,17 @@ def print_samples(title: str, samples: list[dict]):
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args, rows: list[dict]):
+    def __init__(self, args, logged_rows: list[dict]):
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         # v1: checkpoint
-        self.rows = rows  # those of the run that is resumed
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
+        self.rows = logged_rows  # those of the run that is resumed
+        self.start_time = time.time()
+        last_step = -1
+        if logged_rows:
+            self.start_time -= logged_rows[-1]["time"]
+            last_step = logged_rows[-1]["global_step"]
         self.wandb = None
         if rank() > 0:  # v1: distributed
             return
@@ -1740,7 +1736,6 @@ class Run:
         config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         # v1: checkpoint
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        last_step = rows[-1]["global_step"] if rows else -1
         for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):  # v2: log
             drop_lines_after(last_step, self.dir / name)
         if args.track:
@@ -1772,9 +1767,6 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
-        if self.wandb and samples:
-            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
-            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
