@@ -14,7 +14,7 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss             # ppo_loss
 
-Comments such as `# v1: checkpoint` mark what was added to ppo.py (`all`: a part of each).
+Comments such as `# v1: checkpoint` mark what was added to ppo.py (`all`: lines of all of them).
     v1: checkpoint   - save and resume (on a CPU with identical numbers); Ctrl-C or SIGTERM saves,
                        then ends the run
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
@@ -548,9 +548,9 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
             break
         optimizer.step()
     if not steps:
-        if batch["response_mask"].any():
+        if batch["response_mask"].any():  # v1: nan
             sys.exit("no step of this update had a finite loss and gradient")
-        print("warning: no response has a finite score, so nothing is trained")  # v1: nan
+        print("warning: no response has a finite score, so nothing is trained")
         steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
