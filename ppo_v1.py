@@ -550,7 +550,7 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     if not steps:
         if batch["response_mask"].any():  # v1: nan
             sys.exit("no step of this update had a finite loss and gradient")
-        print("warning: no response has a finite score, so nothing is trained")
+        tqdm.write("warning: no response has a finite score, so nothing is trained")
         steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
@@ -732,7 +732,7 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: over 90 % of responses are cut off; raise --max-response-length")
+            tqdm.write("warning: over 90 % of responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
