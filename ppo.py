@@ -590,6 +590,8 @@ def check_args(args: Args):
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
     if args.batch_size % args.num_minibatches:
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
@@ -681,7 +683,10 @@ def make_task(args):
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
         sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
-        scorer = runpy.run_path(path)[name]
+        functions = runpy.run_path(path)
+        if name not in functions:
+            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
+        scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
     distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
@@ -825,6 +830,9 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
+        if self.wandb and samples:
+            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
+            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""

@@ -55,6 +55,7 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
 import time
 import uuid
 from contextlib import contextmanager, redirect_stdout
@@ -948,7 +949,10 @@ def make_task(args):
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
         sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
-        scorer = runpy.run_path(path)[name]
+        functions = runpy.run_path(path)
+        if name not in functions:
+            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
+        scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
     distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
@@ -1206,6 +1210,9 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
+        if self.wandb and samples:
+            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
+            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -1412,8 +1419,9 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -1449,6 +1457,8 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
+    else:
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

@@ -48,6 +48,7 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections import deque
@@ -1303,6 +1304,8 @@ def check_v2_args(args: Args):
     num_steps = args.update_epochs * args.num_minibatches
     most_fresh = args.batch_size * args.staleness_threshold
     num_drawn = args.draws_per_update()
+    log = Path(args.replay_from or "")
+    is_resumed = args.resume and Path(args.run_dir or "", "checkpoint.pt").exists()
     problems = {
         "--rollout-lag copies whole weights, which --fsdp does not have": (
             args.rollout_lag and args.fsdp
@@ -1329,16 +1332,26 @@ def check_v2_args(args: Args):
         "the last --staleness-threshold iterations": (
             args.use_replay_buffer and not args.replay_from and args.min_replay_size > most_fresh
         ),
+        "--replay-buffer-size is below --replay-start-size": (
+            args.replay_buffer_size < (args.replay_start_size or 0)
+        ),
+        "--replay-grow-iteration needs --replay-start-size": (
+            args.replay_grow_iteration != Args.replay_grow_iteration and not args.replay_start_size
+        ),
+        "--priority-alpha needs --use-priority-sampling": (
+            args.priority_alpha != Args.priority_alpha and not args.use_priority_sampling
+        ),
         "--priority-beta must be from 0 to 1": args.priority_beta > 1,
         "--adaptive-reuse does nothing with one step per update: the KL is measured before it": (
             args.adaptive_reuse and num_steps == 1
         ),
+        "--new-samples-ratio must be below 1": (args.new_samples_ratio or 0) >= 1,
         f"--replay-sample-size or --new-samples-ratio: {num_drawn} drawn rollouts are too few; "
         f"{args.num_parts()} are needed, one for each micro-batch": (
             args.use_replay_buffer and num_drawn < args.num_parts()
         ),
-        f"--replay-from: {args.replay_from} is not a file": (
-            args.replay_from and not args.resume and not Path(args.replay_from).is_file()
+        f"--replay-from: {log} does not exist, or is empty": (
+            args.replay_from and not is_resumed and not (log.is_file() and log.stat().st_size)
         ),
     }
     for message, has_problem in problems.items():
@@ -1433,7 +1446,10 @@ def make_task(args):
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
         sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
-        scorer = runpy.run_path(path)[name]
+        functions = runpy.run_path(path)
+        if name not in functions:
+            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
+        scorer = functions[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
     distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
@@ -1519,8 +1535,6 @@ def read_rollouts(path: str, policy, args) -> dict:
         part["prompt_mask"] = torch.ones_like(part["prompt_ids"])
         part["response_mask"] = torch.ones_like(part["response_ids"])
         parts.append(part)
-    if not parts:
-        sys.exit(f"--replay-from: {path} is empty")
     batch = {name: tensor.to(policy.eos_ids.device) for name, tensor in join(parts).items()}
     outputs = logprobs_and_values_in_parts(policy, batch, args)
     batch["ref_logprobs"], _, batch["mu_values"] = outputs
@@ -1768,6 +1782,9 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
+        if self.wandb and samples:
+            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
+            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -1979,8 +1996,9 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -2016,6 +2034,8 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
+    else:
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 import pytest
@@ -383,7 +384,7 @@ def test_options_can_be_copied_and_a_fork_may_add_its_own(script):
 
 # --- signals ---
 @posix
-def test_handlers_are_the_old_ones_after_main(tmp_path, capfd):
+def test_handlers_are_the_old_ones_after_main_and_a_thread_may_call_it(tmp_path, capfd):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     signals = ppo_v1.Signals()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -391,6 +392,9 @@ def test_handlers_are_the_old_ones_after_main(tmp_path, capfd):
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     run(ppo_v1, tmp_path / "a", num_iterations=1)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with ThreadPoolExecutor() as pool:
+        args = ppo_v1.Args(**TINY_LM | dict(num_iterations=1), run_dir=str(tmp_path / "b"))
+        assert pool.submit(ppo_v1.main, args).result()["global_step"] == 8
 
 
 def tiny_gpt2(**special):

@@ -645,11 +645,15 @@ def test_a_log_that_is_continued_with_and_without_its_option_keeps_its_lines(tmp
         (dict(rollout_lag=-1), "--rollout-lag must not be negative"),
         (dict(use_replay_buffer=True, replay_sample_size=3, batch_size=8, num_minibatches=4),
          "3 drawn rollouts are too few"),
+        (dict(use_replay_buffer=True, replay_start_size=9000), "--replay-buffer-size is below"),
         (dict(use_replay_buffer=True, min_replay_size=9000), "--replay-buffer-size is below"),
         (dict(use_replay_buffer=True, batch_size=8, staleness_threshold=10), "is never reached"),
         (dict(use_replay_buffer=True, priority_beta=1.5), "--priority-beta must be from 0 to 1"),
-        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "0 drawn rollouts are too few"),
+        (dict(use_replay_buffer=True, new_samples_ratio=1.0), "--new-samples-ratio must be below 1"),
+        (dict(use_replay_buffer=True, use_priority_sampling=False, priority_alpha=0.5),
+         "--priority-alpha needs --use-priority-sampling"),
         (dict(priority_alpha=0.5), "--priority-alpha needs --use-replay-buffer"),
+        (dict(use_replay_buffer=True, replay_grow_iteration=9), "needs --replay-start-size"),
         (dict(rollout_lag=1, ref_kl_target=0.1), "which stale tokens do not measure"),
         (dict(use_replay_buffer=True, adaptive_reuse=True, update_epochs=1),
          "--adaptive-reuse does nothing with one step"),
@@ -661,13 +665,15 @@ def test_options_that_would_do_nothing_are_refused(options, message):
         ppo_v2.Args(**options)
 
 
-def test_a_log_that_is_absent_or_empty_is_named(tmp_path):
+@pytest.mark.parametrize("resume", [False, True])  # --resume may start the run
+def test_a_log_that_is_absent_or_empty_is_named_before_the_model_is_loaded(resume, tmp_path):
+    options = dict(use_replay_buffer=True, resume=resume, run_dir=str(tmp_path / "run"))
     file = tmp_path / "log.jsonl"
-    with pytest.raises(ValueError, match="log.jsonl is not a file"):
-        ppo_v2.Args(use_replay_buffer=True, replay_from=str(file))
+    with pytest.raises(ValueError, match="log.jsonl does not exist, or is empty"):
+        ppo_v2.Args(replay_from=str(file), **options)
     file.touch()
-    with pytest.raises(SystemExit, match="log.jsonl is empty"):
-        run(ppo_v2, tmp_path / "run", **LONG, replay_from=str(file))
+    with pytest.raises(ValueError, match="log.jsonl does not exist, or is empty"):
+        ppo_v2.Args(replay_from=str(file), **options)
 
 
 def test_a_log_may_fill_a_buffer_that_fresh_rollouts_never_fill(tmp_path):
