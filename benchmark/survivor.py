@@ -76,11 +76,17 @@ class Vault:
         return "end", reward, True, False, dict(experience=experience)
 
 
-def notes(num_words: int = 3) -> str:
-    """JSONL for --experience-pool. With two words the notes do not say what to do with the find."""
+def notes(of_winners: bool = True) -> str:
+    """JSONL for --experience-pool: two buttons, and what to do then. Winners held.
+
+    The other notes are of players drawn at random: about half of them sold.
+    """
     lines = []
     for i, name in enumerate(NAMES):
-        text = f"{name} : " + " ".join(secret_of(i)[:num_words])
+        words = secret_of(i)
+        if not of_winners:
+            words[2] = random.Random(f"player {i}").choice(BUTTONS)
+        text = f"{name} : " + " ".join(words)
         lines.append(json.dumps(dict(topic=name, text=text)) + "\n")
     return "".join(lines)
 

@@ -54,7 +54,7 @@ IMITATION_SETTINGS = {
     "1 epoch": "--update-epochs 1",
     "1 epoch, entropy .03": "--update-epochs 1 --ent-coef 0.03",
 }
-NOTES = {"misleading": 3, "fair": 2}  # words of a note
+NOTES = {"misleading": True, "fair": False}  # of winners, or of players drawn at random
 
 
 def run(notes: str, arm: str, setting: str, seed: int) -> list:
@@ -63,7 +63,7 @@ def run(notes: str, arm: str, setting: str, seed: int) -> list:
     num_iterations = EPISODES // per_iteration
     with tempfile.TemporaryDirectory() as folder:
         pool = Path(folder) / "notes.jsonl"
-        pool.write_text(survivor.notes(NOTES[notes]), encoding="utf-8")
+        pool.write_text(survivor.notes(of_winners=NOTES[notes]), encoding="utf-8")
         command = [sys.executable, HERE.parent / "het_grpo.py", *ARMS[arm].split()]
         command += settings_of(arm)[setting].split()
         command += f"--max-turns 3 --success-reward 0.5 --updated-freq 0 --seed {seed}".split()
