@@ -108,8 +108,8 @@ MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer may take
 RETRIEVER_TIME_LIMIT = 10.0  # seconds that a retriever may take for a question
-WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
-PRACTICE = 1_000_000  # the tiny model practices on tasks from here on; each has its own secret
+WARM_START_STEPS = 400  # supervised steps of the tiny model (practice)
+PRACTICE = 1_000_000  # it practices on tasks from here on; each lock of them has its own secret
 
 # Who gets advice, and which training samples keep it.
 METHODS = {
@@ -210,7 +210,7 @@ class Args:
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into some groups
     exp_ratio: float = 0.5  # largest share of the tasks of an iteration that are replayed
-    exp_select_mode: SelectMode = "argmin"  # replay lowest, highest, any entropy (sft: length)
+    exp_select_mode: SelectMode = "argmin"  # success to replay, by entropy (sft: keep by length)
     experience_rbound: int | None = None  # most successes of a replayed task (None: n - 1)
     replay_old_logp: OldLogp = "current"  # denominator of the ratios of replayed tokens
     retire_solved: bool = False  # skip tasks whose last group had only successes
@@ -231,6 +231,11 @@ class Args:
     @property
     def batch_size(self) -> int:
         return self.num_tasks * self.group_size
+
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches of an epoch, on all ranks."""
+        return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
     @property
     def uses_advice(self) -> bool:
@@ -317,9 +322,7 @@ def compute_log_prob(policy, batch: dict, args):
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
     my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
-    num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
-    micro_batch_size = args.batch_size // num_parts
-    for rows in my_rows.split(micro_batch_size):
+    for rows in my_rows.split(args.batch_size // args.num_parts):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
     sum_over_ranks([logprobs, entropy])
@@ -678,16 +681,14 @@ class ExperiencePool:
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
         self.template_text = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
-        self.retriever = None
         if args.summarizer:
             self.summarizer = load_object(args.summarizer)
-        if args.retriever:
-            self.retriever = load_object(args.retriever)
+        self.retriever = load_object(args.retriever) if args.retriever else None
 
     def is_note(self, note) -> bool:
         """Whether it is a topic and a text. With the template, it would be advice inside advice."""
-        is_pair = isinstance(note, list | tuple) and len(note) == 2
-        if not is_pair or not all(part and isinstance(part, str) for part in note):
+        is_pair = isinstance(note, list | tuple) and [type(part) for part in note] == [str, str]
+        if not is_pair or "" in note:
             return False
         is_long = len(self.template_text) > 20  # a short one may be in a text by chance
         return not (is_long and self.template_text in note[1])
@@ -724,20 +725,20 @@ class ExperiencePool:
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
-        print(f"{option} returned {result!r:.300}; the run goes on without it")
+        print(f"{option} returned {result!r:.300}; the run goes on without what it cannot use")
 
     def search(self, question: str) -> str:
         """Notes whose topics share the most words with the question; rare words count more."""
         counts = Counter(word for record in self.records for word in words_of(record["topic"]))
-        scored = []
-        for record in reversed(self.records):  # sorting keeps this order in a tie: newest first
+
+        def score(record: dict) -> float:
             shared = words_of(record["topic"]) & words_of(question)
             # fsum: the result does not depend on the order of a set
-            score = math.fsum(math.log(1 + len(self.records) / counts[word]) for word in shared)
-            if score > 0:
-                scored.append((score, record["text"]))
-        scored.sort(key=lambda pair: -pair[0])
-        return "\n".join(text for _, text in scored[:RETRIEVE_TOP_K])
+            return math.fsum(math.log(1 + len(self.records) / counts[word]) for word in shared)
+
+        newest_first = reversed(self.records)  # sorting keeps this order in a tie
+        best = sorted(newest_first, key=score, reverse=True)[:RETRIEVE_TOP_K]
+        return "\n".join(record["text"] for record in best if score(record) > 0)
 
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
@@ -779,24 +780,22 @@ class ExperienceManager:
             self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
-        """--retire-solved: retire solved tasks, or take them back.  -> what may be recorded"""
+        """--retire-solved: tasks retire when solved, until they fail.  -> what may be recorded"""
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
         if self.args.retire_solved:
-            solved = {t.task for t in fresh} - failed
-            self.skip_uid_set |= solved
-            for task in solved:
-                self.memory.pop(task, None)
+            self.skip_uid_set |= {t.task for t in fresh} - failed
+        for task in self.skip_uid_set:
+            self.memory.pop(task, None)
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        """The lowest is replayed, and a full memory drops the highest. At random: the oldest.
+        """The lowest success is replayed, and a full memory drops the highest.
 
-        Replay compares entropies of the time of recording; imitation records none, and compares
-        lengths.
+        With --method sft, which records no entropies, the length takes their place.
         """
         if self.args.exp_select_mode == "random":
-            return 0.0
+            return 0.0  # a full memory drops the oldest
         value = t.entropy if self.args.use_experience_replay else len(t.steps)
         return value if self.args.exp_select_mode == "argmin" else -value
 
@@ -813,10 +812,10 @@ class ExperienceManager:
 
         Bucket 0 has tasks that failed in all of their last group, but succeeded before.
         """
-        buckets = {}
+        buckets = defaultdict(list)
         for task, num_successes in sorted(self.num_successes.items()):
             if num_successes <= self.args.experience_rbound and task in self.memory:
-                buckets.setdefault(num_successes, []).append(task)
+                buckets[num_successes].append(task)
         return buckets
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
@@ -1363,22 +1362,17 @@ class TextEnv:
             values = range(space.start, space.start + space.n)
             words = words or values
         # What is said -> the action of the environment. If this is empty, any text is an action.
-        self.actions = {str(word): value for word, value in zip(words, values, strict=True)}
+        self.actions = {
+            str(word).lower(): action for word, action in zip(words, values, strict=True)
+        }
+        names = sorted(self.actions, key=len, reverse=True)  # prefer "go left" to "go"
+        self.pattern = rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)"  # \b: not before "-1"
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
         self.earned = 0.0
         self.last_info = {}
         return str(observation), dict(topic=str(observation)) | info
-
-    def find_action(self, text: str) -> str | None:
-        """The action that the text names last. Of two that end at one place, the longer one."""
-        found = []  # where a name ends, its length, the name
-        for name in self.actions:
-            pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
-            for match in re.finditer(pattern, text, re.IGNORECASE):
-                found.append((match.end(), len(name), name))
-        return max(found)[-1] if found else None
 
     def step(self, text: str):
         """Take the action that the text names last. Text without an action has a reward of -1.
@@ -1389,11 +1383,11 @@ class TextEnv:
         """
         action = text
         if self.actions:
-            name = self.find_action(text)
-            if name is None:
+            names = re.findall(self.pattern, text.lower())
+            if not names:
                 observation = "not an action : " + " ".join(self.actions)
                 return observation, -1.0, False, False, self.last_info
-            action = self.actions[name]
+            action = self.actions[names[-1]]
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.earned += float(reward)
         has_earned = self.earned > self.success_reward - 1e-6  # sums of floats are not exact
@@ -1473,10 +1467,10 @@ def vocabulary(env: TextEnv, tasks, records: list[dict], args) -> list[str]:
 
 
 def practice(player: Player):
-    """Supervised steps on games with random rules: the tiny model learns to play with advice."""
+    """Supervised steps on games of a teacher: the tiny model learns to play, and to use advice."""
     args = player.args
     dialogue = player.dialogue
-    print(f"warm start: {WARM_START_STEPS} supervised steps on random rules", flush=True)
+    print(f"warm start: {WARM_START_STEPS} supervised steps on games of a teacher", flush=True)
     optimizer = torch.optim.AdamW(player.policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
     for _ in range(WARM_START_STEPS):
@@ -1832,20 +1826,15 @@ def as_flag(name: str) -> str:
 
 def check_method(args):
     """Raise ValueError if an option contradicts --method. sft accepts all of them."""
-    if args.method == "sft":
-        return
-    preset = METHODS[args.method]
-    contradictory = []
-    if (args.train_rollout_expmode == "woexp") != (args.method == "baseline"):
-        contradictory.append("train_rollout_expmode")
-    if args.train_sample_expmode != preset["train_sample_expmode"]:
-        contradictory.append("train_sample_expmode")
-    has_fixed_ratio = args.method != "het"
-    if has_fixed_ratio and args.train_sample_keepratio != preset["train_sample_keepratio"]:
-        contradictory.append("train_sample_keepratio")
-    for name in contradictory:
-        value = getattr(args, name)
-        raise ValueError(f"--method {args.method} contradicts {as_flag(name)} {value}")
+    free = {"val_rollout_expmode"}
+    if args.method == "het":
+        free.add("train_sample_keepratio")
+    if args.method != "baseline" and args.train_rollout_expmode == "all":
+        free.add("train_rollout_expmode")
+    for name, value in METHODS[args.method].items():
+        typed = getattr(args, name)
+        if typed != value and name not in free and args.method != "sft":
+            raise ValueError(f"--method {args.method} contradicts {as_flag(name)} {typed}")
 
 
 def check_options(args):
@@ -1879,10 +1868,9 @@ def check_options(args):
         raise ValueError("--num-train-tasks must be at least --num-tasks")
     if args.chat_template and args.max_turn_tokens == 1:
         raise ValueError("--chat-template needs --max-turn-tokens 2 or more: one is for the end")
-    num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
-    if args.batch_size % num_parts:
+    if args.batch_size % args.num_parts:
         raise ValueError(
-            f"--num-tasks x --group-size must be a multiple of {num_parts}: --num-minibatches x "
+            f"--num-tasks x --group-size must be a multiple of {args.num_parts}: --num-minibatches x "
             "--gradient-accumulation-steps x processes of torchrun"
         )
     if args.fsdp and (world_size() == 1 or args.lora_rank):
