@@ -186,7 +186,7 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
 
 
 LM_BAD = """--temperature 0 | --learning-rate nan | --gae-lambda 1.5 | --kl-coef -0.1 | --num-minibatches 3
-    --max-digits 2 | --max-digits 8 | --chat-template | --reward-fn absent.py:f | --ent-coef nan
+    --max-digits 2 | --max-digits 8 | --reward-fn absent.py:f | --ent-coef nan
     --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
 BAD = {  # flags that make no sense, options that would be ignored among them; the last is named, by its last word
     "ppo": LM_BAD,
