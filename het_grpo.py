@@ -321,7 +321,7 @@ def compute_log_prob(policy, batch: dict, args):
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
-    my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
+    my_rows = my_share(torch.arange(len(logprobs), device=logprobs.device))
     for rows in my_rows.split(args.batch_size // args.num_parts):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
@@ -554,15 +554,15 @@ class Player:
         Without uniform numbers (see draw_uniforms) the policy is greedy.
         """
         gather_weights(self.policy)
-        my_share = trajectories[rank() :: world_size()]
+        mine = my_share(trajectories)
         if uniforms is not None:
             uniforms = uniforms.to(self.policy.eos_ids.device)
         # --bf16: within one autocast each trained weight is cast once, and not for every token.
         device_type = self.policy.eos_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
-            for start in range(0, len(my_share), len(self.envs)):
-                self.play_part(my_share[start : start + len(self.envs)], uniforms)
-        played = sum(gather_objects(my_share), [])
+            for start in range(0, len(mine), len(self.envs)):
+                self.play_part(mine[start : start + len(self.envs)], uniforms)
+        played = sum(gather_objects(mine), [])
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
 
 
@@ -980,19 +980,18 @@ def minibatch_loss(policy, minibatch: dict, num_tokens, args):
     return loss, stats, new_logprobs.detach() - old_logprobs
 
 
-def minibatch_gradient(policy, batch: dict, mb_inds, logratios, args) -> dict:
+def minibatch_gradient(policy, batch: dict, indices, logratios, args) -> dict:
     """Compute the gradient of a minibatch, summed over micro-batches and ranks.  -> statistics
 
     Also fills in the log-ratios (B,R) of this rank's rows.
     """
-    num_tokens = batch["response_mask"][mb_inds].sum()
-    my_inds = mb_inds[rank() :: world_size()]
+    num_tokens = batch["response_mask"][indices].sum()
     stats = defaultdict(float)
-    for micro_inds in my_inds.tensor_split(args.gradient_accumulation_steps):
-        micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
+    for part in my_share(indices).tensor_split(args.gradient_accumulation_steps):
+        micro_batch = {name: tensor[part] for name, tensor in batch.items()}
         loss, micro_stats, logratio = minibatch_loss(policy, micro_batch, num_tokens, args)
         loss.backward()
-        logratios[micro_inds] = logratio
+        logratios[part] = logratio
         for name, value in micro_stats.items():
             stats[name] += value
     sum_over_ranks(stats.values())
@@ -1008,9 +1007,9 @@ def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, fl
     for _ in range(args.update_epochs):
         logratios = torch.zeros_like(batch["old_logprobs"])
         shuffled = torch.randperm(args.batch_size, generator=generator).to(logratios.device)
-        for mb_inds in shuffled.chunk(args.num_minibatches):
+        for indices in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
-            stats = minibatch_gradient(policy, batch, mb_inds, logratios, args)
+            stats = minibatch_gradient(policy, batch, indices, logratios, args)
             grad_norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
             steps.append(stats)
@@ -1091,17 +1090,18 @@ def main(args: Args) -> dict[str, float]:
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
 
+    # A checkpoint holds the state of these, the weights, the optimizer, and the logged metrics.
+    parts = dict(pool=pool, manager=manager, mix=mix)
     state = dict(iteration=0)
-    parts = dict(pool=pool, manager=manager, mix=mix)  # a checkpoint also has their state
-    rows = load_checkpoint(policy, optimizer, state, args)  # what has been logged
-    run = Run(args, rows)
-    episodes = []
-    if rows:
+    logged_rows = load_checkpoint(policy, optimizer, state, args)
+    run = Run(args, logged_rows)
+    if logged_rows:
         for name, part in parts.items():
             part.load_state_dict(state[name])
     else:
-        episodes = first_round(player, tasks, held_out, run)
+        first_round(player, tasks, held_out, run)
     metrics = run.rows[-1]
+    samples = []
     global_step = metrics["global_step"]
     signals = Signals()
     done = state["iteration"]
@@ -1162,9 +1162,10 @@ def main(args: Args) -> dict[str, float]:
         # 7. evaluate
         is_last = iteration == args.num_iterations
         scores = {}
+        samples = []
         if is_last or iteration % args.eval_every == 0:
             scores, episodes = validate(player, held_out)
-            run.log_episodes(global_step, episodes)
+            samples = sample_episodes(episodes)
 
         # 8. notes about the new episodes; the next iteration reads them
         if args.writes_notes and args.updated_freq and iteration % args.updated_freq == 0:
@@ -1185,7 +1186,7 @@ def main(args: Args) -> dict[str, float]:
         metrics |= rollout_metrics(fresh, replayed, trajectories) | mismatch | losses | scores
         if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
-        run.log(metrics)
+        run.log(metrics, samples)
         print_status(progress, iteration, metrics, args)
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
@@ -1199,7 +1200,8 @@ def main(args: Args) -> dict[str, float]:
     progress.close()
     signals.release()
     save_model(policy, player.dialogue.tokenizer, run.dir / "final_model")
-    print_episodes(episodes)
+    if samples:  # a resumed run may have had nothing left to do
+        print_episodes(samples)
     run.finish()
     return metrics
 
@@ -1238,8 +1240,8 @@ def prepare_training(policy: Policy, args, device):
     return torch.optim.AdamW(trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
 
 
-def first_round(player: Player, tasks: list[int], held_out: list[int], run) -> list[Trajectory]:
-    """Before training: write the first notes, evaluate, log.  -> episodes of the evaluation"""
+def first_round(player: Player, tasks: list[int], held_out: list[int], run):
+    """Before training: write the first notes, then evaluate and log."""
     args = player.args
     played = []
     if args.writes_notes and args.init_exp_before_training:
@@ -1247,9 +1249,7 @@ def first_round(player: Player, tasks: list[int], held_out: list[int], run) -> l
         player.pool.fill_pool(played)
     metrics, episodes = validate(player, held_out)
     metrics["exp/pool_size"] = len(player.pool.records)
-    run.log({"global_step": len(played)} | metrics)
-    run.log_episodes(len(played), episodes)
-    return episodes
+    run.log({"global_step": len(played)} | metrics, sample_episodes(episodes))
 
 
 def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
@@ -1663,11 +1663,11 @@ def merge_adapters(lm):
 
 
 # --- run folder ---
-def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
-    """The first episodes without advice, then the first ones with advice."""
+def sample_episodes(trajectories: list[Trajectory]) -> list[dict]:
+    """The first episodes without advice, then the first ones with advice, in words."""
     without_advice = [t for t in trajectories if not t.advice]
     with_advice = [t for t in trajectories if t.advice]
-    return without_advice[:count] + with_advice[:count]
+    return [episode_of(t) for t in without_advice[:4] + with_advice[:4]]
 
 
 def print_status(progress, iteration: int, metrics: dict, args):
@@ -1682,10 +1682,11 @@ def print_status(progress, iteration: int, metrics: dict, args):
         print(f"warning: {metrics['exp/pool_size']} notes, and no training episode got advice")
 
 
-def print_episodes(trajectories: list[Trajectory]):
-    for t in first_of_each_kind(trajectories, 1):
-        print(f"--- task {t.task}, reward {t.reward:g}, advice: {t.advice or 'none'}")
-        print(episode_of(t)["text"])
+def print_episodes(samples: list[dict]):
+    for sample in (samples[0], samples[-1]):
+        advice = sample["advice"] or "none"
+        print(f"--- task {sample['task']}, reward {sample['reward']:g}, advice: {advice}")
+        print(sample["text"])
 
 
 PANELS = {  # the panels of curves.png: label of the y-axis, metrics
@@ -1698,20 +1699,23 @@ PANELS = {  # the panels of curves.png: label of the y-axis, metrics
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args, rows: list[dict]):
+    def __init__(self, args, logged_rows: list[dict]):
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = rows  # what a resumed run has logged
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
+        self.rows = logged_rows  # those of the run that is resumed
+        self.start_time = time.time()
+        last_step = -1
+        if logged_rows:
+            self.start_time -= logged_rows[-1]["time"]
+            last_step = logged_rows[-1]["global_step"]
         self.wandb = None
-        if rank() > 0:  # one process writes
+        if rank() > 0:
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        last_step = rows[-1]["global_step"] if rows else -1
         for name in ("metrics.jsonl", "episodes.jsonl"):
             drop_lines_after(last_step, self.dir / name)
         if args.track:
@@ -1730,25 +1734,18 @@ class Run:
             )
             self.wandb = wandb
 
-    def log(self, metrics: dict):
+    def log(self, metrics: dict, samples: list[dict] = ()):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if rank() > 0:
             return
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        step = row["global_step"]
+        append_lines(self.dir / "metrics.jsonl", [row])
+        samples = [{"global_step": step} | sample for sample in samples]
+        append_lines(self.dir / "episodes.jsonl", samples)
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
-
-    def log_episodes(self, global_step: int, trajectories: list[Trajectory]):
-        """Some episodes with advice and without, in words."""
-        if rank() > 0:
-            return
-        with open(self.dir / "episodes.jsonl", "a", encoding="utf-8") as file:
-            for t in first_of_each_kind(trajectories, 4):
-                row = dict(global_step=global_step) | episode_of(t)
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.wandb.log(row, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -1776,6 +1773,12 @@ class Run:
         print(f"success {change}, {last_row['global_step']} episodes, {last_row['time']:.0f} s")
         print(f"curves.png and episodes.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
+
+
+def append_lines(path: Path, rows: list[dict]):
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def plot_metric(axis, rows: list[dict], name: str):
@@ -1856,27 +1859,34 @@ def check_options(args):
         path, suffix, _ = (getattr(args, name) or "").partition(".py:")
         if suffix and not Path(path + ".py").is_file():
             raise ValueError(f"{as_flag(name)}: there is no file {path}.py")
-    if args.experience_pool and not Path(args.experience_pool).is_file():
-        raise ValueError(f"--experience-pool: there is no file {args.experience_pool}")
-    if args.experience_template.count("{}") != 1:
-        raise ValueError("--experience-template needs exactly one {}")
-    if args.group_size == 1 and args.method != "sft":
-        raise ValueError("--group-size must be at least 2: rewards are compared within a group")
-    if args.use_experience_replay and (args.method == "sft" or args.imitate_iterations):
-        raise ValueError("imitation cannot be combined with --use-experience-replay")
-    if args.num_tasks > args.num_train_tasks:
-        raise ValueError("--num-train-tasks must be at least --num-tasks")
-    if args.chat_template and args.max_turn_tokens == 1:
-        raise ValueError("--chat-template needs --max-turn-tokens 2 or more: one is for the end")
-    if args.batch_size % args.num_parts:
-        raise ValueError(
-            f"--num-tasks x --group-size must be a multiple of {args.num_parts}: --num-minibatches x "
-            "--gradient-accumulation-steps x processes of torchrun"
-        )
-    if args.fsdp and (world_size() == 1 or args.lora_rank):
-        raise ValueError("--fsdp needs torchrun with two processes or more, and no --lora-rank")
-    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
-        raise ValueError("--weights-dtype bfloat16 needs --lora-rank and --bf16")
+    imitates = args.method == "sft" or args.imitate_iterations > 0
+    is_bfloat16 = args.weights_dtype == "bfloat16"
+    problems = {
+        f"--experience-pool: there is no file {args.experience_pool}": (
+            args.experience_pool and not Path(args.experience_pool).is_file()
+        ),
+        "--experience-template needs exactly one {}": args.experience_template.count("{}") != 1,
+        "--group-size must be at least 2: rewards are compared within a group": (
+            args.group_size == 1 and args.method != "sft"
+        ),
+        "imitation cannot be combined with --use-experience-replay": (
+            imitates and args.use_experience_replay
+        ),
+        "--num-train-tasks must be at least --num-tasks": args.num_tasks > args.num_train_tasks,
+        "--chat-template needs --max-turn-tokens 2 or more: one is for the end": (
+            args.chat_template and args.max_turn_tokens == 1
+        ),
+        f"--num-tasks x --group-size must be a multiple of {args.num_parts}: --num-minibatches "
+        "x --gradient-accumulation-steps x processes of torchrun": args.batch_size % args.num_parts,
+        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
+        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
+            is_bfloat16 and not (args.lora_rank and args.bf16)
+        ),
+    }
+    for message, has_problem in problems.items():
+        if has_problem:
+            raise ValueError(message)
 
 
 @dataclass
@@ -2044,6 +2054,11 @@ def rank() -> int:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def my_share(rows):
+    """Of n ranks, rank r takes the rows r, r + n, r + 2n, ..."""
+    return rows[rank() :: world_size()]
 
 
 def init_distributed(device):
