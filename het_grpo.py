@@ -758,8 +758,7 @@ class ExperiencePool:
         return dict(records=self.records, num_failed_calls=self.num_failed_calls)
 
     def load_state_dict(self, state: dict):
-        self.records = state["records"]
-        self.num_failed_calls = state["num_failed_calls"]
+        vars(self).update(state)
 
 
 # --- replay: recorded successes ---
@@ -900,8 +899,7 @@ class ExperienceMixCollateFn:
         return dict(num_passes=self.num_passes, waiting=self.waiting)
 
     def load_state_dict(self, state: dict):
-        self.num_passes = state["num_passes"]
-        self.waiting = state["waiting"]
+        vars(self).update(state)
 
 
 def record_episodes(manager: ExperienceManager, trajectories, batch: dict, entropy):
@@ -1005,24 +1003,24 @@ def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, fl
     steps = []
     num_skipped = 0
     for _ in range(args.update_epochs):
-        logratios = torch.zeros_like(batch["old_logprobs"])
+        logratios = torch.zeros_like(batch["old_logprobs"])  # measured before each step
         shuffled = torch.randperm(args.batch_size, generator=generator).to(logratios.device)
         for indices in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
             stats = minibatch_gradient(policy, batch, indices, logratios, args)
             grad_norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
-            steps.append(stats)
-            if all(value.isfinite() for value in stats.values()):
-                optimizer.step()
-            else:
+            if not all(value.isfinite() for value in stats.values()):
                 num_skipped += 1  # a NaN must not reach the weights
-    if num_skipped == len(steps):
-        sys.exit("in every step of an update the loss or the gradient was not finite")
+                continue
+            steps.append(stats)
+            optimizer.step()
+    if not steps:
+        sys.exit("no step of this update had a finite loss and gradient")
     metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
         per_step = torch.stack([stats[name] for stats in steps])
-        metrics[f"losses/{name}"] = per_step.nanmean().item()
+        metrics[f"losses/{name}"] = per_step.mean().item()
     sum_over_ranks([logratios])
     ratios = logratios[batch["exp_mask"] == 1].exp()  # of off-policy tokens, in the last epoch
     if len(ratios):
@@ -1235,8 +1233,6 @@ def prepare_training(policy: Policy, args, device):
     trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
     num_parameters = sum(x.numel() for x in trained)
     print(f"device {device}, {num_parameters:,} parameters are trained")
-    if args.lora_rank:
-        print(f"the other parameters are frozen, in {args.weights_dtype}")
     return torch.optim.AdamW(trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
 
 
@@ -1366,7 +1362,9 @@ class TextEnv:
             str(word).lower(): action for word, action in zip(words, values, strict=True)
         }
         names = sorted(self.actions, key=len, reverse=True)  # prefer "go left" to "go"
-        self.pattern = rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)"  # \b: not before "-1"
+        self.pattern = (
+            rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)"  # \b would not find "-1"
+        )
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
@@ -1377,9 +1375,9 @@ class TextEnv:
     def step(self, text: str):
         """Take the action that the text names last. Text without an action has a reward of -1.
 
-        This penalty does not change whether the episode is a success. It is one if the environment's
-        last info["success"] is true, or without this entry, if the episode terminated and the
-        rewards of the environment reach --success-reward.
+        The penalty does not count for success. An episode is a success if the last info["success"]
+        of the environment is true, or where this entry is missing, if the episode terminated and
+        the rewards of the environment reach --success-reward.
         """
         action = text
         if self.actions:
@@ -1417,9 +1415,9 @@ def load_object(place: str):
 
 
 def call_within_limit(seconds: float, function, *inputs):
-    """What a user's function returns. None if it raises an error or takes too long."""
-    results = [None]
-    # A daemon thread: a call that hangs cannot keep the process alive. Python prints an error.
+    """What a user's function returns. If it fails, Python prints its error."""
+    results = [RuntimeError(f"an error, or no result within {seconds:.0f} seconds")]
+    # A daemon thread: a call that hangs cannot keep the process alive.
     thread = threading.Thread(target=lambda: results.append(function(*inputs)), daemon=True)
     thread.start()
     thread.join(seconds)
@@ -1503,7 +1501,7 @@ def pick_device(name: str, built_in: bool) -> torch.device:
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-ANSWER = "<<the answer of the agent>>"  # what a chat template is tried with
+ANSWER = "<<the answer of the agent>>"  # stands for any answer in a chat template
 
 
 class Dialogue:
@@ -1543,7 +1541,7 @@ class Dialogue:
         """
         text = f"\n{observation}"
         if self.chat_template:
-            # Render a dialogue, and take what follows its answer.
+            # Render a dialogue with a stand-in for the answer, and take what follows it.
             dialogue = [("user", "question"), ("assistant", ANSWER), ("user", observation)]
             _, _, text = self.render(dialogue).partition(ANSWER)
         ids = self.encode(text)

@@ -1,6 +1,7 @@
 """het_grpo.py through main(): what enters the update, plain GRPO against an oracle, resume, ranks, environments."""
 
 import copy
+import enum
 import json
 import math
 import os
@@ -183,6 +184,14 @@ def test_a_pool_that_was_empty_at_first_is_filled_later(tmp_path, capsys, monkey
     assert "no training episode got advice" in capsys.readouterr().out, "said in iteration 1"
 
 
+def test_a_share_that_is_rounded_down_to_no_episode_is_said(tmp_path, capsys):
+    """HET would be plain GRPO without a word."""
+    run(tmp_path / "run", rollout_expratio=0.1, num_iterations=1)
+    assert "no training episode got advice" in capsys.readouterr().out
+    run(tmp_path / "off", rollout_expratio=0.0, num_iterations=1)
+    assert "no training episode got advice" not in capsys.readouterr().out
+
+
 def test_guided_success_is_that_of_episodes_with_advice(tmp_path):
     metrics = run(tmp_path / "run", init_exp_before_training=0)
     assert metrics["exp/pool_size"] == 0
@@ -264,6 +273,13 @@ def test_imitation_then_grpo(tmp_path, monkeypatch, advice):
     assert [args[3].method for args, _ in losses] == ["sft", "sft", "baseline", "baseline"]
     guided = [sum(t.guided for t in found) for _, found in played if len(found) == 16]
     assert guided == [8, 8, 0, 0]
+
+
+def test_imitation_keeps_the_typed_share_of_tasks():
+    args = het.Args(imitate_iterations=2, train_sample_keepratio=0.25)
+    shares = [(args.at(i).method, args.at(i).train_sample_keepratio) for i in (1, 2, 3)]
+    assert shares == [("sft", 0.25), ("sft", 0.25), ("het", 0.25)]
+    assert het.Args(method="ei", imitate_iterations=2).at(1).train_sample_keepratio == 0.5
 
 
 def test_the_entropy_bonus_is_part_of_the_loss(tmp_path, monkeypatch, in_order):
@@ -706,6 +722,18 @@ def test_failures_of_a_retriever_are_counted(tmp_path):
     assert resumed["exp/failed_calls"] == whole["exp/failed_calls"]
 
 
+def test_a_retriever_alone_needs_no_notes(tmp_path):
+    """Nobody would search them, so no first round is played for them."""
+    (tmp_path / "find.py").write_text("def find(question, top_k):\n    return 'red'\n")
+    retriever = f"{tmp_path}/find.py:find"
+    metrics = run(tmp_path / "run", retriever=retriever, updated_freq=1)
+    assert metrics["exp/pool_size"] == 0 and metrics["exp/retrieval_empty_frac"] == 0
+    assert metrics["global_step"] == 3 * 16
+    (tmp_path / "write.py").write_text("def write(episodes, ask):\n    return [('a', 'b')]\n")
+    options = dict(retriever=retriever, summarizer=f"{tmp_path}/write.py:write", num_iterations=1)
+    assert run(tmp_path / "both", **options)["exp/pool_size"] == 1
+
+
 def test_the_size_of_the_pool_is_what_the_episodes_could_read(tmp_path, monkeypatch):
     sizes, real = [], het.Player.play
 
@@ -784,6 +812,22 @@ def test_actions_may_be_negative_numbers(monkeypatch):
         env.step(text)
         assert env.env.heard == action, text
     assert env.step("10")[1] == -1.0, "no action is part of another word"
+
+
+def test_names_of_actions_may_be_of_any_kind(monkeypatch):
+    """MiniGrid has a class of numbers; a language model may write a name in its own case."""
+    kinds = enum.IntEnum("Kind", "left right", start=0)
+    env = odd_env(monkeypatch, gym.spaces.Discrete(2))
+    for actions, text, action in (
+        (kinds, "1", 1),
+        (["Go", "Go left"], "I go LEFT", 1),
+        (["Go", "Go left"], "Gold, left, go!", 0),
+    ):
+        monkeypatch.setattr(Odd, "actions", actions, raising=False)
+        env = het.TextEnv(het.Args(env="some:Odd"))
+        env.reset(0)
+        env.step(text)
+        assert env.env.heard == action, text
 
 
 def test_what_an_environment_says_can_be_written_as_json(monkeypatch):
