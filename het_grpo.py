@@ -464,9 +464,10 @@ def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=Non
     ids = padded.clamp(min=0)
     mask = (padded >= 0).long()
     cache = None  # the model makes a cache of its own kind
+    eos_ids = policy.eos_ids.tolist()
     turn_ids = [[] for _ in contexts]
     turn_logprobs = [[] for _ in contexts]
-    has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    has_ended = [False for _ in contexts]
     for place in range(max_tokens):
         logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
         logits = logits[:, 0]  # (rows,V)
@@ -475,14 +476,13 @@ def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=Non
         else:
             tokens = sample_token(logits, uniforms[:, place])
         logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        new_ids = tokens.tolist()
         new_logprobs = logprobs.tolist()
-        for row, ended in enumerate(has_ended.tolist()):
-            if not ended:
-                turn_ids[row].append(new_ids[row])
+        for row, token in enumerate(tokens.tolist()):
+            if not has_ended[row]:
+                turn_ids[row].append(token)
                 turn_logprobs[row].append(new_logprobs[row])
-        has_ended |= torch.isin(tokens, policy.eos_ids)
-        if has_ended.all():
+                has_ended[row] = token in eos_ids
+        if all(has_ended):
             break
         ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
@@ -548,15 +548,19 @@ class Player:
             games = unfinished
             first_token += num_tokens
 
-    def play(self, trajectories: list[Trajectory], uniforms=None):
-        """Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
+    def play(self, trajectories: list[Trajectory], generator=None):
+        """Sample with random numbers of the generator, or play greedily without one.
 
-        Without uniform numbers (see draw_uniforms) the policy is greedy.
+        Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
         """
+        uniforms = None
+        if generator is not None:  # (groups, n, tokens of an episode)
+            num_groups = 1 + max(t.data_id for t in trajectories)
+            num_tokens = self.args.max_turns * self.args.max_turn_tokens
+            shape = (num_groups, self.args.group_size, num_tokens)
+            uniforms = torch.rand(shape, generator=generator).to(self.policy.eos_ids.device)
         gather_weights(self.policy)
         mine = my_share(trajectories)
-        if uniforms is not None:
-            uniforms = uniforms.to(self.policy.eos_ids.device)
         # --bf16: within one autocast each trained weight is cast once, and not for every token.
         device_type = self.policy.eos_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
@@ -564,12 +568,6 @@ class Player:
                 self.play_part(mine[start : start + len(self.envs)], uniforms)
         played = sum(gather_objects(mine), [])
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
-
-
-def draw_uniforms(num_groups: int, args, generator=None):
-    """A number for each token that may be sampled.  -> (groups, n, tokens of an episode)"""
-    num_tokens = args.max_turns * args.max_turn_tokens
-    return torch.rand(num_groups, args.group_size, num_tokens, generator=generator)
 
 
 # --- training samples ---
@@ -1123,7 +1121,7 @@ def main(args: Args) -> dict[str, float]:
         num_notes = len(pool.records)  # notes that these episodes can get
         tasks_of_groups = experience_tasks + on_policy_tasks  # data_ids of `replayed` come first
         planned = plan_episodes(tasks_of_groups, replayed, options, iteration, exp_rng)
-        fresh = player.play(planned, draw_uniforms(args.num_tasks, args, generator))
+        fresh = player.play(planned, generator)
         global_step += len(fresh)
 
         # 3. training samples: a training prompt and a completion
@@ -1255,7 +1253,7 @@ def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
     planned = []
     for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
         planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
-    return player.play(planned, draw_uniforms(num_tasks, args))
+    return player.play(planned, torch.default_generator)
 
 
 # --- metrics ---
