@@ -19,8 +19,8 @@ The code uses three policies: mu sampled the token (mu_logprobs), prox is the po
 update (logprobs), and pi is the policy that is being trained (new_logprobs). A token is stale if mu
 is older than prox. Drawn tokens are stale, and with a lag the fresh ones are stale, too.
 
-Comments such as `# v2: buffer` mark what was added to ppo_v1.py (`all`: a part of each). Those with
-v1 mark what ppo_v1.py added to ppo.py, and its docstring lists them.
+Comments such as `# v2: buffer` mark what was added to ppo_v1.py (`all`: lines of all of them). Those
+with v1 mark what ppo_v1.py added to ppo.py, and its docstring lists them.
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer       - keep past rollouts, and draw some of them for each update
     v2: correction   - six rules for the policy loss of stale tokens
@@ -516,8 +516,8 @@ def lr_factor(iteration, args) -> float:
 # --- corrections ---
 # v2: correction
 # A rule returns the weight of each token: its gradient is -advantage * weight * grad log pi.
-# new_logprobs, logprobs and mu_logprobs are those of pi, prox and mu (see the top of the file).
-# It corrects for the choice of this token only. The rest of the response is what mu sampled.
+# pi is the policy now, prox the one before this update, and mu the one that sampled the token.
+# A rule corrects for the choice of this token only. The rest of the response is what mu sampled.
 # All rules have the same parameters, so that one call fits all. Each uses some of them.
 def importance_ratio(logprobs, other_logprobs):
     return (logprobs - other_logprobs).clamp(-20, 20).exp()
@@ -530,47 +530,47 @@ def inside_clip(ratios, advantages, clip_coef):
     return ~(too_high | too_low)
 
 
-def uncorrected(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def uncorrected(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """No correction: PPO as if prox had sampled the token."""
-    ratios = importance_ratio(new_logprobs, logprobs)
+    ratios = importance_ratio(pi_logprobs, prox_logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def behaviour(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def behaviour(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """PPO as in the paper: the old policy is the one that sampled."""
-    ratios = importance_ratio(new_logprobs, mu_logprobs)
+    ratios = importance_ratio(pi_logprobs, mu_logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def decoupled(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def decoupled(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Clip the ratio pi/prox (arXiv:2110.00641). The other factor, prox/mu, is at most `limit`."""
-    ratios = importance_ratio(new_logprobs, logprobs)
-    correction = importance_ratio(logprobs, mu_logprobs).clamp(max=limit)
+    ratios = importance_ratio(pi_logprobs, prox_logprobs)
+    correction = importance_ratio(prox_logprobs, mu_logprobs).clamp(max=limit)
     return correction * ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def cispo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def cispo(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Keep every token, with a weight of at most 1 + limit (arXiv:2506.13585)."""
-    return importance_ratio(new_logprobs, mu_logprobs).clamp(max=1 + limit)
+    return importance_ratio(pi_logprobs, mu_logprobs).clamp(max=1 + limit)
 
 
-def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def dppo(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Drop a token if its probability has changed too much (arXiv:2602.04879).
 
     Too much is more than `limit` in the direction of the advantage. The ratio has no limit.
     """
-    change = new_logprobs.exp() - mu_logprobs.exp()
+    change = pi_logprobs.exp() - mu_logprobs.exp()
     is_kept = change * advantages.sign() <= limit
-    return importance_ratio(new_logprobs, mu_logprobs) * is_kept
+    return importance_ratio(pi_logprobs, mu_logprobs) * is_kept
 
 
-def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def m2po(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Drop tokens until the mean square log-ratio of the rest is at most `limit`.
 
     Only tokens that the gradient would move further from mu may be dropped, and those with the
     largest squares are dropped first (arXiv:2510.01161).
     """
-    logratio = (new_logprobs - mu_logprobs).clamp(-20, 20)
+    logratio = (pi_logprobs - mu_logprobs).clamp(-20, 20)
     squares = logratio**2 * mask
     may_drop = (logratio * advantages > 0) & (mask > 0)
     largest, order = (squares * may_drop).flatten().sort(descending=True)
@@ -583,7 +583,7 @@ def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
     num_dropped = torch.min(num_dropped, may_drop.sum())
     kept = torch.ones_like(mask)
     kept.view(-1)[order[:num_dropped]] = 0
-    return importance_ratio(new_logprobs, mu_logprobs) * kept
+    return importance_ratio(pi_logprobs, mu_logprobs) * kept
 
 
 CORRECTIONS = dict(
@@ -600,13 +600,13 @@ def stale_policy_loss(new_logprobs, minibatch: dict, is_stale, args):
     name = args.stale_correction()
     now = new_logprobs.detach()
     weights = CORRECTIONS[name](
-        now,
-        minibatch["logprobs"],
-        minibatch["mu_logprobs"],
-        minibatch["advantages"],
-        minibatch["response_mask"].float() * is_stale,
-        args.clip_coef,
-        args.correction_limit or LIMITS.get(name),
+        pi_logprobs=now,
+        prox_logprobs=minibatch["logprobs"],
+        mu_logprobs=minibatch["mu_logprobs"],
+        advantages=minibatch["advantages"],
+        mask=minibatch["response_mask"].float() * is_stale,
+        clip_coef=args.clip_coef,
+        limit=args.correction_limit or LIMITS.get(name),
     )
     # The last factor is 1, and its gradient is that of new_logprobs.
     loss = -minibatch["advantages"] * weights * (1 + new_logprobs - now)
@@ -685,8 +685,8 @@ class ReplayBuffer:
         if args.adaptive_reuse and last_kl >= 0.01:
             max_reuse = max(1, max_reuse // 3)  # the policy changes fast
         may_draw = self.rows["reuse"] < max_reuse
-        num_rows = int(may_draw.sum())
-        num_drawn = min(args.draws_per_update(), num_rows)
+        num_drawable = int(may_draw.sum())
+        num_drawn = min(args.draws_per_update(), num_drawable)
         num_drawn -= num_drawn % args.num_parts()  # all micro-batches have the same size
         if num_drawn == 0:
             return nothing
@@ -702,13 +702,13 @@ class ReplayBuffer:
         indices = probabilities.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
         # section 3.4 of arXiv:1511.05952
-        sample_weights = (num_rows * probabilities[indices]) ** -beta
+        sample_weights = (num_drawable * probabilities[indices]) ** -beta
         sample_weights = (sample_weights / sample_weights.max()).float()
         copy_from_rank_0([indices, sample_weights])  # odds of ranks may differ by rounding
 
-        drawn_rows = indices.unique()
-        self.rows["reuse"][drawn_rows] += 1
-        self.num_reused += len(drawn_rows)
+        distinct_indices = indices.unique()
+        self.rows["reuse"][distinct_indices] += 1
+        self.num_reused += len(distinct_indices)
         self.num_draws += 1
         return indices, sample_weights
 
@@ -750,7 +750,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
         return {}
     device = policy.eos_ids.device
     drawn = {name: buffer.rows[name][indices].to(device) for name in STORED}
-    # Cut the padding that all drawn rows have.
+    # Cut the padding that all drawn rollouts have.
     prompt_width = drawn["prompt_mask"].sum(1).max()
     response_width = drawn["response_mask"].sum(1).max()
     for name, tensor in drawn.items():
@@ -760,7 +760,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     drawn["logprobs"], _, drawn["values"] = logprobs_and_values_in_parts(policy, drawn, args)
     add_advantages(drawn, state["kl_coef"], args)
     buffer.rows["priority"][indices] = buffer.priorities(drawn)
-    drawn["buffer_rows"] = indices
+    drawn["buffer_indices"] = indices
     drawn["sample_weights"] = sample_weights[:, None].to(device)
     drawn["value_weights"] = drawn["sample_weights"]
     drawn["is_replayed"] = torch.ones_like(drawn["sample_weights"])
@@ -807,8 +807,8 @@ def stale_metrics(batch: dict, drawn: dict, buffer, iteration: int, args) -> dic
         metrics |= staleness(batch, 1.0, "lag")
     if drawn:
         metrics |= staleness(drawn, drawn["sample_weights"], "replay")
-        buffer_rows = drawn["buffer_rows"]  # with copies
-        metrics["replay/distinct_frac"] = len(buffer_rows.unique()) / len(buffer_rows)
+        indices = drawn["buffer_indices"]  # copies have the same index
+        metrics["replay/distinct_frac"] = len(indices.unique()) / len(indices)
     if args.use_replay_buffer:
         buffer_stats = buffer.buffer_stats(iteration)
         metrics |= {f"buffer_stats/{name}": value for name, value in buffer_stats.items()}
@@ -934,9 +934,9 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
             break
         optimizer.step()
     if not steps:
-        if batch["response_mask"].any():
+        if batch["response_mask"].any():  # v1: nan
             sys.exit("no step of this update had a finite loss and gradient")
-        print("warning: no response has a finite score, so nothing is trained")  # v1: nan
+        tqdm.write("warning: no response has a finite score, so nothing is trained")
         steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
@@ -1131,7 +1131,7 @@ def main(args: Args) -> dict[str, float]:
             policy, state["past_weights"], pairs, tokenizer, scorer, args, uniforms
         )
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: over 90 % of responses are cut off; raise --max-response-length")
+            tqdm.write("warning: over 90 % of responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
