@@ -385,9 +385,9 @@ def get_extra(t: Trajectory) -> dict:
 
 
 def share_of(mode: str, ratio: float) -> float:
-    """The share of episodes with advice, or of tasks that keep it.  mixed, hybrid: the ratio"""
+    """How many episodes get advice, or how many tasks keep it."""
     fixed_shares = {"woexp": 0.0, "discard": 0.0, "all": 1.0, "keep": 1.0}
-    return fixed_shares.get(mode, ratio)
+    return fixed_shares.get(mode, ratio)  # mixed, hybrid: the ratio
 
 
 def num_chosen(count: int, share: float) -> int:
@@ -677,6 +677,7 @@ class ExperiencePool:
         self.records: list[dict] = []  # notes: topic and text
         self.num_failed_calls = 0  # on rank 0, in metrics and checkpoints
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
+        # A note with this text, the longer half of the template, would be advice inside advice.
         self.template_text = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         if args.summarizer:
@@ -684,7 +685,7 @@ class ExperiencePool:
         self.retriever = load_object(args.retriever) if args.retriever else None
 
     def is_note(self, note) -> bool:
-        """Whether it is a topic and a text. With the template, it would be advice inside advice."""
+        """Whether it is a topic and a text, and the text has no template."""
         is_pair = isinstance(note, list | tuple) and [type(part) for part in note] == [str, str]
         if not is_pair or "" in note:
             return False
@@ -873,7 +874,7 @@ class ExperienceMixCollateFn:
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
         """The next tasks of the pass. Retired tasks are left out while there are others.
 
-        A task that is in this iteration already stays in the queue.
+        A task that this iteration has already stays in the queue.
         """
         not_retired = set(self.tasks) - self.manager.skip_uid_set
         used = set(experience_tasks)  # tasks of this iteration
@@ -1235,25 +1236,19 @@ def prepare_training(policy: Policy, args, device):
 
 
 def first_round(player: Player, tasks: list[int], held_out: list[int], run):
-    """Before training: write the first notes, then evaluate and log."""
+    """Before training: play tasks without advice for the first notes, then evaluate and log."""
     args = player.args
     played = []
     if args.writes_notes and args.init_exp_before_training:
-        played = play_first_tasks(player, tasks)
+        num_tasks = min(args.init_exp_before_training, len(tasks))
+        planned = []
+        for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
+            planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
+        played = player.play(planned, torch.default_generator)
         player.pool.fill_pool(played)
     metrics, episodes = validate(player, held_out)
     metrics["exp/pool_size"] = len(player.pool.records)
     run.log({"global_step": len(played)} | metrics, sample_episodes(episodes))
-
-
-def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
-    """Play training tasks without advice, to get the first notes."""
-    args = player.args
-    num_tasks = min(args.init_exp_before_training, len(tasks))
-    planned = []
-    for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
-        planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
-    return player.play(planned, torch.default_generator)
 
 
 # --- metrics ---
