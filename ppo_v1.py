@@ -528,7 +528,8 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
     Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
-    The means include the step that --target-kl did not take.
+    With --bf16 it is a little more, because sampling and training round differently. The means
+    include the step that --target-kl did not take.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())

@@ -914,7 +914,8 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
     Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
-    The means include the step that --target-kl did not take.
+    With --bf16 it is a little more, because sampling and training round differently. The means
+    include the step that --target-kl did not take.
     """
     # v2: buffer
     # `mix` has normalized the advantages of fresh rollouts, and `draw_batch` those of drawn ones.
