@@ -192,7 +192,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Method = "het"  # default of the next options that are None, and the loss
+    method: Method = "het"  # sets the next options that are None; sft has a loss of its own
     enable: bool = True  # --no-enable turns het, the default, into baseline (error: ec, ei, sft)
     val_rollout_expmode: RolloutMode | None = None  # in evaluation: who gets advice (woexp: nobody)
     train_rollout_expmode: RolloutMode | None = None  # in training: who gets advice (woexp: nobody)
@@ -1662,7 +1662,7 @@ def sample_episodes(trajectories: list[Trajectory]) -> list[dict]:
 
 
 def print_status(progress, iteration: int, metrics: dict, args):
-    """Show the success of the new episodes. Warn if advice is wanted and no episode got any."""
+    """Show the success of new episodes. Warn if they should get advice and none got any."""
     status = f"success {metrics['charts/success_rate']:.2f}"
     progress.set_postfix_str(status, refresh=False)
     progress.update()
@@ -1670,7 +1670,9 @@ def print_status(progress, iteration: int, metrics: dict, args):
         print(f"[{iteration}/{progress.total}] {status}", flush=True)
     needs_advice = args.train_rollout_expmode != "woexp" and args.rollout_expratio > 0
     if needs_advice and "success/guided" not in metrics and iteration in (1, progress.total):
-        print(f"warning: {metrics['exp/pool_size']} notes, and no training episode got advice")
+        tqdm.write(
+            f"warning: no training episode got advice, with {metrics['exp/pool_size']} notes"
+        )
 
 
 def print_episodes(samples: list[dict]):
