@@ -408,7 +408,7 @@ def groups_that_keep(num_groups: int, replayed: list[Trajectory], args, rng) -> 
     """
     decided = {t.data_id for t in replayed if t.advice}
     keeping = {t.data_id for t in replayed if t.advice and t.keep}
-    undecided = [data_id for data_id in range(num_groups) if data_id not in decided]
+    undecided = sorted(set(range(num_groups)) - decided)
     share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
     num_missing = max(0, num_chosen(num_groups, share) - len(keeping))
     drawn = rng.sample(undecided, min(num_missing, len(undecided)))
@@ -467,7 +467,7 @@ def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=Non
     eos_ids = policy.eos_ids.tolist()
     turn_ids = [[] for _ in contexts]
     turn_logprobs = [[] for _ in contexts]
-    has_ended = [False for _ in contexts]
+    has_ended = [False] * len(contexts)
     for place in range(max_tokens):
         logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
         logits = logits[:, 0]  # (rows,V)
@@ -583,7 +583,7 @@ def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
     for role, ids in steps:
         response_ids += ids
         response_mask += [int(role == "assistant")] * len(ids)
-    replay_mask = [x * is_experience_replay for x in response_mask]
+    replay_mask = response_mask if is_experience_replay else [0] * len(response_mask)
     return dict(response_ids=response_ids, response_mask=response_mask, replay_mask=replay_mask)
 
 
