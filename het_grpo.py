@@ -8,16 +8,16 @@
 A language model plays a text game over several turns. A task is one start of the game. The model
 plays each task several times, and the reward of an episode is compared with the mean of its group.
 
-    pool = notes about a first round of episodes                         fill_pool
+    pool = notes about a first round of episodes                         first_round
     repeat:
-        1. choose tasks; some come with a recorded success               ExperienceMixCollateFn
-        2. play n episodes of each task, half of them with advice        Player.play
+        1. choose tasks; with replay, some come with a recorded success  ExperienceMixCollateFn
+        2. play the episodes of each task, some of them with advice      Player.play
         3. join a prompt and each completion: a training sample          training_prompt  <- HET
         4. measure the log-probs of the completion after that prompt     compute_log_prob
         5. advantage = (reward - mean of the group) / std of the group   group_advantages
         6. several epochs of clipped policy-gradient steps               grpo_update
-        7. pool += notes about the new episodes                          fill_pool
-        8. evaluate and log                                              validate
+        7. evaluate                                                      validate
+        8. pool += notes about the new episodes                          ExperiencePool.fill_pool
 
 Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET;
 AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows in the training sample.
@@ -38,55 +38,16 @@ Here is an episode of the lock game, with the two samples that it can become:
     sft       plays like het, but imitates the run's own successes; the simplest rival of het
 
 Replay (ExGRPO, arXiv:2510.02245): --use-experience-replay puts a recorded success into the groups
-of tasks that were not fully solved. So a group of failures has a gradient, too: without replay its
-rewards are equal.
+of some tasks that the policy did not fully solve, in the place of one new episode. If the new
+episodes fail, the group still has a gradient.
 
-Without --model-name the model is a tiny Llama. It first takes 400 supervised steps on locks with
-random secrets. In 60 % of these games its teacher has advice and follows it in 80 % of the turns. In
-all other turns it acts at random. So the model can follow advice before the first iteration.
-
-What differs from the papers, in short (docs/het_grpo.md has a table with all of it):
-
-    GRPO           The ratio may rise by 0.28, but fall only by 0.2. If the advantage is negative,
-                   tokens with a ratio above 3 have no gradient. There is no KL penalty. The loss
-                   is a mean over all tokens of a minibatch, not over responses (arXiv:2503.14476).
-    AgentEvolver   The built-in notes tell the actions that solve a task; in AgentEvolver a language
-                   model writes the notes. Negative advantages of stripped tokens get a smaller
-                   weight here (weaken_stripped_failures).
-    ExGRPO         Replayed tokens have a wider clip, and their ratio divides by the policy before
-                   the update. ExGRPO divides by the policy that sampled the token (here:
-                   --replay-old-logp recorded), and shapes the ratio with a function. It also
-                   prefers tasks that are solved half of the time.
-
-What a reader of the curves should know:
-
-    Episodes of a group with and without advice are compared with one mean. Where advice helps, it
-    raises this mean, and an episode without advice looks worse.
-    The baseline is evaluated on all held-out tasks. The other methods split these tasks: one half
-    with advice, the other half without. global_step also counts the episodes of the first round.
-    The held-out locks have the same twelve secrets for every seed.
+The loss is not that of the GRPO paper: the clip is wider above than below, there is no KL penalty,
+and the mean is over all tokens of a minibatch. docs/het_grpo.md lists what differs from the papers.
+Names such as `samples_to_dataproto` are those of the documents that docs/design.md goes through.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R response tokens (right-padded),
-V vocabulary. The response holds all turns. Only the tokens of the agent have a loss.
-
-The algorithm comes first, up to `main`. Metrics, environments, models, run folder, checks of
-options, checkpoints and torch.distributed follow. Names from docs/design.md mean here:
-
-    experience                          notes (in the pool), or recorded successes (in replay)
-    woexp, discard                      without advice; strip
-    exp_mask                            1 on off-policy tokens: stripped or replayed ones
-    data_id, rollout_id                 which group of the batch; which member of the group
-    tokenize_steps                      join the token ids of all turns
-    get_extra                           is a sample replayed, is it off-policy
-    samples_to_dataproto                make a batch of tensors
-    convert_offpolicy_to_cmt            make a recorded episode a member of a group
-    update_difficulty2task_dict         count the successes of each task
-    skip_uid_set                        retired tasks
-    sample_tasks_from_replaypool        draw tasks for replay
-    get_offpolicy_trajectories_from_memory    the recorded success of a task, as a list
-    ExperienceMixCollateFn              chooses tasks: some for replay, others in passes over all
-
-Comments such as "# v1: lora" are in functions that are copies of those in ppo_v1.py.
+V vocabulary, T tokens of a row. The response holds all turns. Only tokens of the agent have a loss.
+The algorithm comes first and ends with `main`. Metrics, environments, models and logging follow.
 
     python het_grpo.py                                       # locks, CPU, about a minute
     python het_grpo.py --method baseline --use-experience-replay
@@ -94,9 +55,8 @@ Comments such as "# v1: lora" are in functions that are copies of those in ppo_v
 """
 
 import copy
-import dataclasses
 import functools
-import importlib.util
+import importlib
 import inspect
 import io
 import json
@@ -104,16 +64,16 @@ import math
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import sys
 import threading
 import time
-import traceback
 import uuid
 from collections import Counter, defaultdict
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -125,15 +85,20 @@ import torch.distributed as dist
 import transformers
 import tyro
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 TEMPLATE = "\n\nSome Related Experience to help you to complete the task:<EXP>{}</EXP>\n\n"
-# The ratio of an on-policy token is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]. The upper clip range of
-# the other tokens is --off-cliprange-high.
+# The ratio of an on-policy token is clipped to [1 - CLIP_LOW, 1 + CLIP_HIGH]. The upper clip range
+# of the other tokens is --off-cliprange-high.
 CLIP_LOW = 0.2
 CLIP_HIGH = 0.28
 DUAL_CLIP = 3.0  # with a negative advantage, a ratio above this has no gradient
@@ -143,29 +108,37 @@ MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer may take
 RETRIEVER_TIME_LIMIT = 10.0  # seconds that a retriever may take for a question
-MAX_TIMEOUTS = 3  # after this many time-outs a function is not called again
-WARM_START_STEPS = 400  # supervised steps of the tiny model on games with random rules
-PRACTICE = 1_000_000  # the tiny model practices on tasks from here on; each has its own secret
+WARM_START_STEPS = 400  # supervised steps of the tiny model (practice)
+PRACTICE = 1_000_000  # it practices on tasks from here on; each lock of them has its own secret
 
-
-def preset(rollouts: str, samples: str, keepratio: float) -> dict:
-    """Four options that --method sets: who gets advice, and which samples keep it."""
-    return dict(
-        val_rollout_expmode=rollouts,
-        train_rollout_expmode=rollouts,
-        train_sample_expmode=samples,
-        train_sample_keepratio=keepratio,
-    )
-
-
-# sft draws its samples from the successes of the run, and its loss is the cross-entropy.
+# Who gets advice, and which training samples keep it.
 METHODS = {
-    "baseline": preset(rollouts="woexp", samples="keep", keepratio=1.0),
-    "ec": preset(rollouts="mixed", samples="keep", keepratio=1.0),
-    "ei": preset(rollouts="mixed", samples="discard", keepratio=0.0),
-    "het": preset(rollouts="mixed", samples="hybrid", keepratio=0.5),
-    "sft": preset(rollouts="mixed", samples="hybrid", keepratio=0.5),
+    "baseline": dict(
+        val_rollout_expmode="woexp",
+        train_rollout_expmode="woexp",
+        train_sample_expmode="keep",
+        train_sample_keepratio=1.0,
+    ),
+    "ec": dict(
+        val_rollout_expmode="mixed",
+        train_rollout_expmode="mixed",
+        train_sample_expmode="keep",
+        train_sample_keepratio=1.0,
+    ),
+    "ei": dict(
+        val_rollout_expmode="mixed",
+        train_rollout_expmode="mixed",
+        train_sample_expmode="discard",
+        train_sample_keepratio=0.0,
+    ),
+    "het": dict(
+        val_rollout_expmode="mixed",
+        train_rollout_expmode="mixed",
+        train_sample_expmode="hybrid",
+        train_sample_keepratio=0.5,
+    ),
 }
+METHODS["sft"] = METHODS["het"]  # with another loss: cross-entropy on the run's own successes
 
 
 # --- args ---
@@ -195,7 +168,7 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # number of training tasks; the held-out tasks follow them
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # return of a success, if info["success"] does not say it
+    success_reward: float = 1.0  # return of a success, where info["success"] says nothing
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama from scratch)
     chat_template: bool = False  # format each prompt as a user message
@@ -207,7 +180,7 @@ class Args:
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 150  # rounds of sampling and updating
-    learning_rate: float = 1e-3  # highest learning rate; by default it falls linearly to 0
+    learning_rate: float = 1e-3  # highest learning rate; it falls linearly to 0
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 2  # optimizer steps per epoch
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
@@ -219,12 +192,12 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Method = "het"  # sets those of the *_expmode and keepratio options that are None
-    enable: bool = True  # --no-enable is the same as --method baseline: no advice
+    method: Method = "het"  # sets the next options that are None; sft has a loss of its own
+    enable: bool = True  # --no-enable turns het, the default, into baseline (error: ec, ei, sft)
     val_rollout_expmode: RolloutMode | None = None  # in evaluation: who gets advice (woexp: nobody)
     train_rollout_expmode: RolloutMode | None = None  # in training: who gets advice (woexp: nobody)
     rollout_expratio: float = 0.5  # mixed: share of the episodes that get advice
-    train_sample_expmode: SampleMode | None = None  # which training samples keep the advice
+    train_sample_expmode: SampleMode | None = None  # samples keep the advice, discard it, or both
     train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep it
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with the first notes: topic and text
@@ -237,15 +210,14 @@ class Args:
     # replay: recorded successes
     use_experience_replay: bool = False  # put a recorded success into some groups
     exp_ratio: float = 0.5  # largest share of the tasks of an iteration that are replayed
-    exp_select_mode: SelectMode = "argmin"  # lowest, highest, any entropy (sft: length)
-    experience_rbound: int | None = None  # replay tasks with at most so many successes (None: n-1)
+    exp_select_mode: SelectMode = "argmin"  # success to replay, by entropy (sft: keep by length)
+    experience_rbound: int | None = None  # most successes of a replayed task (None: n - 1)
     replay_old_logp: OldLogp = "current"  # denominator of the ratios of replayed tokens
     retire_solved: bool = False  # skip tasks whose last group had only successes
 
     def __post_init__(self):
-        """Fill in what --method decides, then check."""
         if not self.enable:
-            if self.method in ("ec", "ei", "sft"):  # not het: it is the default
+            if self.method not in ("het", "baseline"):  # het is the default
                 raise ValueError(f"--no-enable contradicts --method {self.method}")
             self.method = "baseline"
         for name, value in METHODS[self.method].items():
@@ -253,21 +225,36 @@ class Args:
                 setattr(self, name, value)
         if self.experience_rbound is None:
             self.experience_rbound = self.group_size - 1
+        check_method(self)
         check_options(self)
 
     @property
     def batch_size(self) -> int:
         return self.num_tasks * self.group_size
 
-    def for_imitation(self) -> "Args":
-        """The options of the first --imitate-iterations."""
-        return replace(self, method="sft", imitate_iterations=0, **METHODS["sft"])
+    @property
+    def num_parts(self) -> int:
+        """Micro-batches of an epoch, on all ranks."""
+        return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
     @property
-    def uses_pool(self) -> bool:
-        """Whether some episodes get advice."""
+    def uses_advice(self) -> bool:
         modes = {self.val_rollout_expmode, self.train_rollout_expmode}
         return modes != {"woexp"} or self.imitate_iterations > 0
+
+    @property
+    def writes_notes(self) -> bool:
+        """With a retriever nobody would read the notes of the built-in summarizer."""
+        return self.uses_advice and bool(self.summarizer or not self.retriever)
+
+    def at(self, iteration: int) -> "Args":
+        """The options of an iteration: those of --method sft in the first --imitate-iterations."""
+        if iteration > self.imitate_iterations:
+            return self
+        changes = dict(METHODS["sft"], method="sft", imitate_iterations=0)
+        if self.method == "het":
+            changes["train_sample_keepratio"] = self.train_sample_keepratio
+        return replace(self, **changes)
 
 
 # --- networks ---
@@ -334,10 +321,8 @@ def compute_log_prob(policy, batch: dict, args):
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     entropy = torch.zeros_like(logprobs)
-    my_rows = torch.arange(len(logprobs), device=logprobs.device)[rank() :: world_size()]
-    num_parts = args.num_minibatches * args.gradient_accumulation_steps * world_size()
-    micro_batch_size = args.batch_size // num_parts
-    for rows in my_rows.split(micro_batch_size):
+    my_rows = my_share(torch.arange(len(logprobs), device=logprobs.device))
+    for rows in my_rows.split(args.batch_size // args.num_parts):
         part = {name: tensor[rows] for name, tensor in batch.items()}
         logprobs[rows], entropy[rows] = logprobs_and_entropy(policy, part)
     sum_over_ranks([logprobs, entropy])
@@ -345,11 +330,6 @@ def compute_log_prob(policy, batch: dict, args):
 
 
 # --- hybrid experience training: who gets advice, and which prompt is trained ---
-def empty_list():
-    """The default of a field: a new list for each object."""
-    return dataclasses.field(default_factory=list)
-
-
 @dataclass
 class Trajectory:
     """One episode. Token ids are stored as they were sampled; no text is tokenized again."""
@@ -363,16 +343,16 @@ class Trajectory:
     question: str = ""
     topic: str = ""  # the words by which a note about this episode is found
     advice: str = ""  # the advice that it got ("": none)
-    prompt_ids: list[int] = empty_list()  # the question alone
-    advised_ids: list[int] = empty_list()  # the prompt that was read, with the advice if any
-    steps: list = empty_list()  # ("assistant", sampled ids), ("env", other ids), ...
-    turns: list[dict] = empty_list()  # action, observation and reward of each turn
-    sampler_logprobs: list[float] = empty_list()  # one per token of the steps
+    prompt_ids: list[int] = field(default_factory=list)  # the question alone
+    advised_ids: list[int] = field(default_factory=list)  # what was read: advice, if any, question
+    steps: list = field(default_factory=list)  # ("assistant", sampled ids), ("env", other ids), ...
+    turns: list[dict] = field(default_factory=list)  # action, observation and reward of each turn
+    sampler_logprobs: list[float] = field(default_factory=list)  # one per token of the steps
     reward: float = 0.0  # sum over the turns
     success: bool = False
     experience: str = ""  # what was done, in words
     is_experience_replay: bool = False
-    old_log_probs: list[float] = empty_list()  # one per token, when recorded
+    old_log_probs: list[float] = field(default_factory=list)  # one per token, when recorded
     entropy: float = 0.0  # mean over the sampled tokens, when recorded
 
     def tokens(self) -> list[int]:
@@ -398,19 +378,16 @@ def training_prompt(t: Trajectory) -> list[int]:
 
 
 def get_extra(t: Trajectory) -> dict:
-    """Properties of a sample that decide how its tokens are treated in the update."""
+    """What decides how the tokens of a sample are treated: is it replayed, is it off-policy."""
     is_stripped = bool(t.advice) and not t.keep
     is_replayed = t.is_experience_replay
     return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
 
 
 def share_of(mode: str, ratio: float) -> float:
-    """The share that a mode stands for: 0, 1, or the ratio (mixed, hybrid)."""
-    if mode in ("woexp", "discard"):
-        return 0.0
-    if mode in ("all", "keep"):
-        return 1.0
-    return ratio
+    """How many episodes get advice, or how many tasks keep it."""
+    fixed_shares = {"woexp": 0.0, "discard": 0.0, "all": 1.0, "keep": 1.0}
+    return fixed_shares.get(mode, ratio)  # mixed, hybrid: the ratio
 
 
 def num_chosen(count: int, share: float) -> int:
@@ -418,44 +395,46 @@ def num_chosen(count: int, share: float) -> int:
 
 
 def draw(count: int, share: float, rng) -> list[bool]:
-    """Choose a share of the episodes of a group, or of the tasks of an iteration."""
+    """Choose a share of `count` items at random."""
     chosen = rng.sample(range(count), num_chosen(count, share))
     return [i in chosen for i in range(count)]
 
 
-def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
-    """The episodes to play: the group of each task, without the member that is replayed.
+def groups_that_keep(num_groups: int, replayed: list[Trajectory], args, rng) -> set[int]:
+    """The data_ids of the groups whose samples keep the advice. The other groups strip it.
 
-    All members of a group keep the advice, or all strip it. If its replayed member had advice, the
-    group does what this member did when it was recorded: the recorded log-probs belong to that
-    prompt. For the other groups we draw, so that the share of groups that keep is met if possible.
+    A recorded success that had advice decides for its group, because its recorded log-probs belong
+    to the prompt of that time. Among the other groups we draw as many as the share still needs.
     """
-    keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
+    decided = {t.data_id for t in replayed if t.advice}
+    keeping = {t.data_id for t in replayed if t.advice and t.keep}
+    undecided = sorted(set(range(num_groups)) - decided)
+    share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
+    num_missing = max(0, num_chosen(num_groups, share) - len(keeping))
+    drawn = rng.sample(undecided, min(num_missing, len(undecided)))
+    return keeping | set(drawn)
+
+
+def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
+    """The episodes to play: a group for each task, without the member that is replayed."""
+    keeping = groups_that_keep(len(tasks), replayed, args, rng)
     guided_share = share_of(args.train_rollout_expmode, args.rollout_expratio)
-    group_keeps = {t.data_id: t.keep for t in replayed if t.advice}
-    undecided = [data_id for data_id in range(len(tasks)) if data_id not in group_keeps]
-    num_to_draw = max(0, num_chosen(len(tasks), keep_share) - sum(group_keeps.values()))
-    drawn = rng.sample(undecided, min(num_to_draw, len(undecided)))
-    group_keeps |= {data_id: data_id in drawn for data_id in undecided}
     planned = []
     for data_id, task in enumerate(tasks):
         num_fresh = args.group_size - sum(t.data_id == data_id for t in replayed)
-        guided = draw(num_fresh, guided_share, rng)
-        for i in range(num_fresh):
-            t = Trajectory(task, data_id, rollout_id=i, guided=guided[i], version=iteration)
-            t.keep = group_keeps[data_id]
-            planned.append(t)
+        for i, guided in enumerate(draw(num_fresh, guided_share, rng)):
+            keep = data_id in keeping
+            planned.append(Trajectory(task, data_id, i, guided, keep, version=iteration))
     return planned
 
 
 def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
-    The token was sampled with the advice, and the policy ratio knows only the question. This factor
-    is the importance weight between the two prompts, for one token and at most 1: a token that was
-    likely only because of the advice is hardly made less likely. Positive advantages do not change,
-    because stripping is meant to make such tokens likely without advice. So the advantages of a
-    group no longer add up to 0. AgentEvolver has no such factor.
+    The token was sampled with the advice, but is trained without it. The factor is the importance
+    weight between the two prompts, at most 1. So a token that was likely only because of the advice
+    is hardly made less likely. Positive advantages stay, because stripping is meant to make such
+    tokens likely without advice.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -477,33 +456,33 @@ def sample_token(logits, uniforms):
 
 @torch.no_grad()
 def sample_turn(policy, contexts: list[list[int]], max_tokens: int, uniforms=None):
-    """Continue each context: sample with the given uniform numbers (B,T), or greedily without.
+    """Continue each context: sample with uniform numbers (rows,max_tokens), or greedily without.
 
     Returns two lists with a row per context: token ids up to and including EOS, their log-probs.
     """
-    padded = pad(contexts, "left").to(policy.eos_ids.device)
+    padded = pad(contexts, "left", -1).to(policy.eos_ids.device)
     ids = padded.clamp(min=0)
     mask = (padded >= 0).long()
     cache = None  # the model makes a cache of its own kind
+    eos_ids = policy.eos_ids.tolist()
     turn_ids = [[] for _ in contexts]
     turn_logprobs = [[] for _ in contexts]
-    has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    has_ended = [False] * len(contexts)
     for place in range(max_tokens):
         logits, cache = policy(ids, mask, 1, cache, use_cache=max_tokens > 1)
-        logits = logits[:, 0]  # (B,V)
+        logits = logits[:, 0]  # (rows,V)
         if uniforms is None:
             tokens = logits.argmax(-1)
         else:
             tokens = sample_token(logits, uniforms[:, place])
         logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - logits.logsumexp(-1)
-        new_ids = tokens.tolist()
         new_logprobs = logprobs.tolist()
-        for row, ended in enumerate(has_ended.tolist()):
-            if not ended:
-                turn_ids[row].append(new_ids[row])
+        for row, token in enumerate(tokens.tolist()):
+            if not has_ended[row]:
+                turn_ids[row].append(token)
                 turn_logprobs[row].append(new_logprobs[row])
-        has_ended |= torch.isin(tokens, policy.eos_ids)
-        if has_ended.all():
+                has_ended[row] = token in eos_ids
+        if all(has_ended):
             break
         ids = tokens[:, None]
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
@@ -520,11 +499,11 @@ class Player:
     pool: "ExperiencePool"
     args: Args
 
-    def start_game(self, t: Trajectory, env, retrieve, iteration: int):
+    def start_game(self, t: Trajectory, env, retrieve):
         t.question, info = env.reset(t.task)
         t.topic = str(info["topic"])
         if t.guided:
-            t.advice = retrieve(t.question, iteration)
+            t.advice = retrieve(t.question)
         prompt = inject_experience(t.question, t.advice, self.args.experience_template)
         t.prompt_ids = self.dialogue.prompt(t.question)
         t.advised_ids = self.dialogue.prompt(prompt)
@@ -547,20 +526,19 @@ class Player:
         t.sampler_logprobs += [0.0] * len(reply_ids)
         return True
 
-    def play_part(self, trajectories: list[Trajectory], iteration: int, uniforms):
+    def play_part(self, trajectories: list[Trajectory], uniforms):
         """Play one episode in each environment. All take a turn, then all take the next one."""
         retrieve = functools.cache(self.pool.retrieve)  # a group has one question: ask once
         games = list(zip(trajectories, self.envs, strict=False))  # ends with the shorter list
         for t, env in games:
-            self.start_game(t, env, retrieve, iteration)
+            self.start_game(t, env, retrieve)
         num_tokens = self.args.max_turn_tokens
         first_token = 0  # of this turn, in the uniform numbers
         while games:
             turn_uniforms = None
             if uniforms is not None:
-                groups = [t.data_id for t, _ in games]
-                places = [t.rollout_id for t, _ in games]
-                turn_uniforms = uniforms[groups, places, first_token : first_token + num_tokens]
+                rows = [uniforms[t.data_id, t.rollout_id] for t, _ in games]
+                turn_uniforms = torch.stack(rows)[:, first_token : first_token + num_tokens]
             contexts = [t.tokens() for t, _ in games]
             turn_ids, turn_logprobs = sample_turn(self.policy, contexts, num_tokens, turn_uniforms)
             unfinished = []
@@ -570,29 +548,26 @@ class Player:
             games = unfinished
             first_token += num_tokens
 
-    def play(self, trajectories: list[Trajectory], iteration: int, uniforms=None):
-        """Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
+    def play(self, trajectories: list[Trajectory], generator=None):
+        """Sample with random numbers of the generator, or play greedily without one.
 
-        Without uniform numbers (see draw_uniforms) the policy is greedy.
+        Every rank plays its share.  -> the episodes of all ranks, by (data_id, rollout_id)
         """
+        uniforms = None
+        if generator is not None:  # (groups, n, tokens of an episode)
+            num_groups = 1 + max(t.data_id for t in trajectories)
+            num_tokens = self.args.max_turns * self.args.max_turn_tokens
+            shape = (num_groups, self.args.group_size, num_tokens)
+            uniforms = torch.rand(shape, generator=generator).to(self.policy.eos_ids.device)
         gather_weights(self.policy)
-        my_share = trajectories[rank() :: world_size()]
-        if uniforms is not None:
-            uniforms = uniforms.to(self.policy.eos_ids.device)
-        # One autocast around all turns casts each trained weight to bfloat16 once. The autocast of
-        # the policy's forward alone would cast it again for every token.
+        mine = my_share(trajectories)
+        # --bf16: within one autocast each trained weight is cast once, and not for every token.
         device_type = self.policy.eos_ids.device.type
         with torch.autocast(device_type, torch.bfloat16, enabled=self.args.bf16):
-            for start in range(0, len(my_share), len(self.envs)):
-                self.play_part(my_share[start : start + len(self.envs)], iteration, uniforms)
-        played = sum(gather_objects(my_share), [])
+            for start in range(0, len(mine), len(self.envs)):
+                self.play_part(mine[start : start + len(self.envs)], uniforms)
+        played = sum(gather_objects(mine), [])
         return sorted(played, key=lambda t: (t.data_id, t.rollout_id))
-
-
-def draw_uniforms(num_groups: int, args, generator=None):
-    """A number for each token that may be sampled.  -> (groups,n,tokens)"""
-    num_tokens = args.max_turns * args.max_turn_tokens
-    return torch.rand(num_groups, args.group_size, num_tokens, generator=generator)
 
 
 # --- training samples ---
@@ -602,7 +577,7 @@ def convert_offpolicy_to_cmt(stored: Trajectory, data_id: int, rollout_id: int) 
 
 
 def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
-    """Join the token ids of the turns. The response starts at the agent's first token."""
+    """Join the token ids of all turns. The response starts at the agent's first token."""
     response_ids = []
     response_mask = []
     for role, ids in steps:
@@ -612,44 +587,37 @@ def tokenize_steps(steps, is_experience_replay: bool = False) -> dict:
     return dict(response_ids=response_ids, response_mask=response_mask, replay_mask=replay_mask)
 
 
-def pad(rows: list[list], side: str = "right", value: float = -1):
-    """Lists of numbers -> (B,T)"""
+def pad(rows: list[list], side: str = "right", value: float = 0):
+    """Lists of numbers, of different lengths -> (rows,T)"""
     tensors = [torch.as_tensor(row) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
 
 
 def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
-    """The batch of tensors that is described above `Policy`."""
+    """Make the batch of tensors that is described above `Policy`."""
     columns = defaultdict(list)
     for t in trajectories:
         extra = get_extra(t)
         row = tokenize_steps(t.steps, extra["is_experience_replay"])
-        zeros = [0.0] * len(row["response_ids"])
-        row["sampler_logprobs"] = t.sampler_logprobs or zeros  # the teacher samples nothing
-        row["recorded_old_log_probs"] = t.old_log_probs or zeros  # nothing is recorded yet
-        row["prompt_ids"] = training_prompt(t)
-        row["off_policy"] = extra["off_policy"]
+        row["exp_mask"] = [x * extra["off_policy"] for x in row["response_mask"]]
+        row["sampler_logprobs"] = t.sampler_logprobs
+        row["recorded_old_log_probs"] = t.old_log_probs or t.sampler_logprobs  # if not replayed
         for name, values in row.items():
             columns[name].append(values)
-    ids = torch.cat([pad(columns["prompt_ids"], "left"), pad(columns["response_ids"])], 1)
-    response_mask = pad(columns["response_mask"], value=0)
-    batch = dict(
-        ids=ids.clamp(min=0),
-        mask=(ids >= 0).long(),
-        response_mask=response_mask,
-        exp_mask=response_mask * torch.tensor(columns["off_policy"])[:, None],
-        replay_mask=pad(columns["replay_mask"], value=0),
-        sampler_logprobs=pad(columns["sampler_logprobs"], value=0),
-        recorded_old_log_probs=pad(columns["recorded_old_log_probs"], value=0),
-        rewards=torch.tensor([float(t.reward) for t in trajectories]),
-        successes=torch.tensor([float(t.success) for t in trajectories]),
-        group_ids=torch.tensor([t.data_id for t in trajectories]),
-    )
+    prompt_ids = pad([training_prompt(t) for t in trajectories], "left", -1)
+    response_ids = pad(columns.pop("response_ids"), "right", -1)
+    ids = torch.cat([prompt_ids, response_ids], 1)
+    batch = {name: pad(rows) for name, rows in columns.items()}
+    batch["ids"] = ids.clamp(min=0)
+    batch["mask"] = (ids >= 0).long()
+    batch["rewards"] = torch.tensor([float(t.reward) for t in trajectories])
+    batch["successes"] = torch.tensor([float(t.success) for t in trajectories])
+    batch["group_ids"] = torch.tensor([t.data_id for t in trajectories])
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def _replace_recorded_old_log_probs(batch: dict, old_logprobs):
-    """Replace the log-probs of replayed tokens by the recorded ones.  (B,R) -> (B,R)"""
+    """Use the recorded log-probs for replayed tokens, and the others as they are.  -> (B,R)"""
     is_replayed = batch["replay_mask"] == 1
     return torch.where(is_replayed, batch["recorded_old_log_probs"], old_logprobs)
 
@@ -694,12 +662,6 @@ def summarize_successes(episodes: list[dict], ask) -> list[tuple[str, str]]:
     return [(episode["topic"], episode["experience"]) for episode in episodes if episode["success"]]
 
 
-def is_note(note) -> bool:
-    """Whether it is a pair of texts: topic and text."""
-    is_pair = isinstance(note, list | tuple) and len(note) == 2
-    return is_pair and all(isinstance(part, str) for part in note)
-
-
 @functools.lru_cache(100_000)
 def words_of(text: str) -> frozenset:
     return frozenset(re.findall(r"\w+", text.lower()))
@@ -712,108 +674,90 @@ class ExperiencePool:
     """
 
     def __init__(self, args):
-        self.records: list[dict] = []  # topic, text, and the iteration that wrote it (step)
-        self.num_failed_calls = 0  # on this rank
-        self.num_timeouts = Counter()  # by option
+        self.records: list[dict] = []  # notes: topic and text
+        self.num_failed_calls = 0  # on rank 0, in metrics and checkpoints
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
-        # A note that quotes the template would be advice inside advice, so add() refuses it. The
-        # marker is the longer half of the template. Up to 20 characters may be there by chance.
-        self.marker = max(args.experience_template.split("{}"), key=len).strip()
+        # A note with this text, the longer half of the template, would be advice inside advice.
+        self.template_text = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
-        self.retriever = None
         if args.summarizer:
             self.summarizer = load_object(args.summarizer)
-        if args.retriever:
-            self.retriever = load_object(args.retriever)
+        self.retriever = load_object(args.retriever) if args.retriever else None
 
-    def add(self, topic: str, text: str, step: int) -> bool:
-        """Add a note that is new.  -> False if it is empty or quotes the template"""
-        topic = str(topic)  # not a subclass such as numpy.str_
-        text = str(text)
-        has_template = len(self.marker) > 20 and self.marker in text
-        if has_template or not (topic and text):
+    def is_note(self, note) -> bool:
+        """Whether it is a topic and a text, and the text has no template."""
+        is_pair = isinstance(note, list | tuple) and [type(part) for part in note] == [str, str]
+        if not is_pair or "" in note:
             return False
-        if not any(r["topic"] == topic and r["text"] == text for r in self.records):
-            self.records.append(dict(topic=topic, text=text, step=step))
-            del self.records[:-MAX_NOTES]
-        return True
+        is_long = len(self.template_text) > 20  # a short one may be in a text by chance
+        return not (is_long and self.template_text in note[1])
 
-    def fill_pool(self, trajectories: list[Trajectory], step: int):
+    def add(self, topic: str, text: str):
+        """Add a note, if it is new."""
+        record = dict(topic=topic, text=text)
+        if record not in self.records:
+            self.records.append(record)
+            del self.records[:-MAX_NOTES]
+
+    def fill_pool(self, trajectories: list[Trajectory]):
         """Add what the summarizer writes about these episodes. Only rank 0 asks the summarizer."""
         notes = []
-        if rank() == 0 and self.num_timeouts["--summarizer"] < MAX_TIMEOUTS:
+        if rank() == 0:
             episodes = [episode_of(t) for t in trajectories]
             result = call_within_limit(TIME_LIMIT, self.summarizer, episodes, self.ask)
-            is_list = isinstance(result, list)
-            notes = [note for note in result if is_note(note)] if is_list else []
-            if not is_list or len(notes) < len(result):
+            written = result if isinstance(result, list) else [result]
+            notes = [note for note in written if self.is_note(note)]
+            if len(notes) < len(written):
                 self.count_failure("--summarizer", result)
         for topic, text in gather_objects(notes)[0]:
-            self.add(topic, text, step)
+            self.add(topic, text)
 
-    def retrieve(self, question: str, step: int) -> str:
+    def retrieve(self, question: str) -> str:
         """Advice for a question, "" if there is none."""
         if self.retriever is None:
-            return self.search(question, step)
-        if self.num_timeouts["--retriever"] == MAX_TIMEOUTS:
-            return ""
+            return self.search(question)
         advice = call_within_limit(RETRIEVER_TIME_LIMIT, self.retriever, question, RETRIEVE_TOP_K)
-        if not isinstance(advice, str):
-            self.count_failure("--retriever", advice)
-            return ""
-        return str(advice)  # a checkpoint cannot hold a subclass such as numpy.str_
+        if isinstance(advice, str):
+            return advice
+        self.count_failure("--retriever", advice)
+        return ""
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
-        self.num_timeouts[option] += isinstance(result, TimeoutError)
-        print(f"{option} returned {result!r:.300}; the run goes on without it")
-        if self.num_timeouts[option] == MAX_TIMEOUTS:
-            print(f"{MAX_TIMEOUTS} calls took too long: {option} is not called again")
+        print(f"{option} returned {result!r:.300}; the run goes on without what it cannot use")
 
-    def failed_calls(self) -> int:
-        """Calls that failed on all ranks."""
-        return sum(gather_objects(self.num_failed_calls))
+    def search(self, question: str) -> str:
+        """Notes whose topics share the most words with the question; rare words count more."""
+        counts = Counter(word for record in self.records for word in words_of(record["topic"]))
 
-    def search(self, question: str, step: int) -> str:
-        """Notes whose topics share the most words with the question; rare words count more.
-
-        Notes of this iteration are ignored, so that training and evaluation of an iteration use the
-        same notes. Among equal scores the newest note comes first.
-        """
-        readable = [record for record in self.records if record["step"] < step]
-        counts = Counter(word for record in readable for word in words_of(record["topic"]))
-        scored = []
-        for record in reversed(readable):  # the newest first: sorting keeps this order in a tie
+        def score(record: dict) -> float:
             shared = words_of(record["topic"]) & words_of(question)
             # fsum: the result does not depend on the order of a set
-            score = math.fsum(math.log(1 + len(readable) / counts[word]) for word in shared)
-            if score > 0:
-                scored.append((score, record["text"]))
-        scored.sort(key=lambda pair: -pair[0])
-        return "\n".join(text for _, text in scored[:RETRIEVE_TOP_K])
+            return math.fsum(math.log(1 + len(self.records) / counts[word]) for word in shared)
+
+        newest_first = reversed(self.records)  # sorting keeps this order in a tie
+        best = sorted(newest_first, key=score, reverse=True)[:RETRIEVE_TOP_K]
+        return "\n".join(record["text"] for record in best if score(record) > 0)
 
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
-            if not line.strip():
-                continue
             try:
                 record = json.loads(line)
                 note = (record["topic"], record["text"])
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 note = None
-            if not (is_note(note) and self.add(*note, step=-1)):
+            if not self.is_note(note):
                 sys.exit(
                     f"--experience-pool {path}: line {number} must be a JSON object with a topic "
                     "and a text, and without the template"
                 )
+            self.add(*note)
 
     def state_dict(self) -> dict:
-        return dict(records=self.records, num_failed_calls=self.failed_calls())
+        return dict(records=self.records, num_failed_calls=self.num_failed_calls)
 
     def load_state_dict(self, state: dict):
-        self.records = state["records"]
-        if rank() == 0:
-            self.num_failed_calls = state["num_failed_calls"]
+        vars(self).update(state)
 
 
 # --- replay: recorded successes ---
@@ -823,7 +767,7 @@ class ExperienceManager:
     def __init__(self, args):
         self.args = args
         self.num_successes: dict[int, int] = {}  # task -> number of successes in its last group
-        self.skip_uid_set: set[int] = set()  # solved tasks, with --retire-solved
+        self.skip_uid_set: set[int] = set()  # retired tasks
         self.memory: dict[int, list[Trajectory]] = {}  # task -> successes
 
     def update_difficulty2task_dict(self, fresh: list[Trajectory]):
@@ -834,23 +778,22 @@ class ExperienceManager:
             self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
-        """Retire solved tasks; a task that fails again comes back.  -> what may be recorded"""
+        """--retire-solved: tasks retire when solved, until they fail.  -> what may be recorded"""
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
         if self.args.retire_solved:
-            solved = {t.task for t in fresh} - failed
-            self.skip_uid_set |= solved
-            for task in solved:
-                self.memory.pop(task, None)
+            self.skip_uid_set |= {t.task for t in fresh} - failed
+        for task in self.skip_uid_set:
+            self.memory.pop(task, None)
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
-    def rank_value(self, t: Trajectory) -> float:
-        """Lower is better: the lowest is replayed, and a full memory drops the highest.
+    def preference(self, t: Trajectory) -> float:
+        """The lowest success is replayed, and a full memory drops the highest.
 
-        The value is the entropy when the episode was recorded, or for imitation its length.
+        With --method sft, which records no entropies, the length takes their place.
         """
         if self.args.exp_select_mode == "random":
-            return 0.0
+            return 0.0  # a full memory drops the oldest
         value = t.entropy if self.args.use_experience_replay else len(t.steps)
         return value if self.args.exp_select_mode == "argmin" else -value
 
@@ -860,21 +803,21 @@ class ExperienceManager:
             stored = self.memory.setdefault(t.task, [])
             stored.append(t)
             if len(stored) > MAX_TRAJECTORIES_PER_TASK:
-                stored.remove(max(stored, key=self.rank_value))
+                stored.remove(max(stored, key=self.preference))
 
     def valid_tasks(self) -> dict[int, list[int]]:
         """Tasks that may be replayed, in buckets: number of successes -> tasks.
 
         Bucket 0 has tasks that failed in all of their last group, but succeeded before.
         """
-        buckets = {}
+        buckets = defaultdict(list)
         for task, num_successes in sorted(self.num_successes.items()):
             if num_successes <= self.args.experience_rbound and task in self.memory:
-                buckets.setdefault(num_successes, []).append(task)
+                buckets[num_successes].append(task)
         return buckets
 
     def sample_tasks_from_replaypool(self, count: int, rng) -> list[int]:
-        """Draw a bucket, then one of its tasks, without replacement."""
+        """Draw tasks for replay: a bucket, then one of its tasks, without replacement."""
         buckets = self.valid_tasks()
         chosen = []
         while buckets and len(chosen) < count:
@@ -886,9 +829,9 @@ class ExperienceManager:
         return chosen
 
     def get_offpolicy_trajectories_from_memory(self, task: int, rng) -> list[Trajectory]:
-        """The stored success with the lowest value, as a list; among equal values a random one."""
+        """The preferred success of a task, as a list; among equal ones a random one."""
         shuffled = rng.sample(self.memory[task], len(self.memory[task]))
-        return [min(shuffled, key=self.rank_value)]
+        return [min(shuffled, key=self.preference)]
 
     def get_offpolicy_batch(self, tasks: list[int], rng) -> list[Trajectory]:
         """A recorded success of each task, as the last member of its group."""
@@ -931,48 +874,41 @@ class ExperienceMixCollateFn:
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
         """The next tasks of the pass. Retired tasks are left out while there are others.
 
-        A task that is already in this iteration goes back to the front of the queue. When a pass
-        ends, the next one follows such tasks, so a task can be in the queue more than once.
+        A task that this iteration has already stays in the queue.
         """
-        unsolved = set(self.tasks) - self.manager.skip_uid_set - set(experience_tasks)
+        not_retired = set(self.tasks) - self.manager.skip_uid_set
+        used = set(experience_tasks)  # tasks of this iteration
         chosen = []
         postponed = []
         while len(chosen) < count:
             if not self.waiting:
-                self.start_pass()
+                rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
+                self.waiting = rng.sample(self.tasks, len(self.tasks))
+                self.num_passes += 1
             task = self.waiting.pop(0)
-            nothing_else = unsolved.issubset(chosen)
-            if task in experience_tasks or task in chosen:
+            if task in used:
                 postponed.append(task)
-            elif task in unsolved or nothing_else:
+            elif task in not_retired or not_retired <= used:
                 chosen.append(task)
-            # else: a retired task drops out of this pass
+                used.add(task)
         self.waiting = postponed + self.waiting
         return chosen
-
-    def start_pass(self):
-        rng = random.Random(f"{self.args.seed}/pass {self.num_passes}")
-        self.waiting = rng.sample(self.tasks, len(self.tasks))
-        self.num_passes += 1
 
     def state_dict(self) -> dict:
         return dict(num_passes=self.num_passes, waiting=self.waiting)
 
     def load_state_dict(self, state: dict):
-        self.num_passes = state["num_passes"]
-        self.waiting = state["waiting"]
+        vars(self).update(state)
 
 
-def record_log_probs(trajectories: list[Trajectory], batch: dict, entropy):
-    """Replay: write log-probs and entropy into fresh trajectories, before they are stored."""
+def record_episodes(manager: ExperienceManager, trajectories, batch: dict, entropy):
+    """Replay: count the successes of new episodes, and store them with log-probs and entropy."""
+    fresh = []
     for i, t in enumerate(trajectories):
         if not t.is_experience_replay:
             t.old_log_probs = batch["old_logprobs"][i, : len(t.sampler_logprobs)].tolist()
             t.entropy = masked_mean(entropy[i], batch["response_mask"][i]).item()
-
-
-def record_successes(manager: ExperienceManager, fresh: list[Trajectory]):
-    """Replay: count the successes of each task and store them."""
+            fresh.append(t)
     manager.update_difficulty2task_dict(fresh)
     storable = manager.update_skip_uid_set_and_filter_trajectories(fresh)
     manager.save_trajectories_to_memory(storable)
@@ -980,7 +916,7 @@ def record_successes(manager: ExperienceManager, fresh: list[Trajectory]):
 
 # --- imitation: --method sft ---
 def draw_successes(manager, args, rng) -> list[Trajectory]:
-    """A batch of the run's successes, with replacement; keep or strip is drawn for each sample."""
+    """A batch of the stored successes, with replacement; keep or strip is drawn for each sample."""
     keep_share = share_of(args.train_sample_expmode, args.train_sample_keepratio)
     keeps = draw(args.batch_size, keep_share, rng)
     stored = [t for task in sorted(manager.memory) for t in manager.memory[task]]
@@ -998,12 +934,12 @@ def grpo_token_losses(new_logprobs, minibatch: dict, args) -> dict:
     """
     advantages = minibatch["advantages"]
     is_off = minibatch["exp_mask"] == 1
-    clip_high = torch.where(is_off, args.off_cliprange_high, CLIP_HIGH)
+    max_ratio = 1 + torch.where(is_off, args.off_cliprange_high, CLIP_HIGH)
     logratio = new_logprobs - minibatch["old_logprobs"]
     ratio = logratio.clamp(-20, 20).exp()  # without the clamp exp can overflow
+    clipped_ratio = torch.minimum(ratio.clamp(min=1 - CLIP_LOW), max_ratio)
     unclipped = -advantages * ratio
-    clipped = -advantages * torch.minimum(ratio.clamp(min=1 - CLIP_LOW), 1 + clip_high)
-    loss = torch.max(unclipped, clipped)
+    loss = torch.max(unclipped, -advantages * clipped_ratio)
     # If the advantage is negative, max() does not limit the loss of a large ratio.
     loss = torch.where(advantages < 0, torch.min(loss, -advantages * DUAL_CLIP), loss)
     is_clipped = (loss != unclipped).float()
@@ -1022,7 +958,7 @@ def minibatch_loss(policy, minibatch: dict, num_tokens, args):
     approx_kl estimates a KL divergence only if all samples are on-policy.
     """
     mask = minibatch["response_mask"].float()
-    is_off = minibatch["exp_mask"].float()
+    exp_mask = minibatch["exp_mask"].float()
     old_logprobs = minibatch["old_logprobs"]
     new_logprobs, entropy = logprobs_and_entropy(policy, minibatch)
     if not args.ent_coef:
@@ -1031,8 +967,8 @@ def minibatch_loss(policy, minibatch: dict, num_tokens, args):
         per_token = dict(policy_loss=-minibatch["advantages"] * new_logprobs)
     else:
         per_token = grpo_token_losses(new_logprobs, minibatch, args)
-    per_token["on_policy_loss"] = per_token["policy_loss"] * (1 - is_off)
-    per_token["off_policy_loss"] = per_token["policy_loss"] * is_off
+    per_token["on_policy_loss"] = per_token["policy_loss"] * (1 - exp_mask)
+    per_token["off_policy_loss"] = per_token["policy_loss"] * exp_mask
     per_token["entropy"] = entropy
     per_token["approx_kl"] = k3_kl(old_logprobs, new_logprobs.detach())
     means = {name: (x * mask).sum() / num_tokens for name, x in per_token.items()}
@@ -1041,42 +977,49 @@ def minibatch_loss(policy, minibatch: dict, num_tokens, args):
     return loss, stats, new_logprobs.detach() - old_logprobs
 
 
+def minibatch_gradient(policy, batch: dict, indices, logratios, args) -> dict:
+    """Compute the gradient of a minibatch, summed over micro-batches and ranks.  -> statistics
+
+    Also fills in the log-ratios (B,R) of this rank's rows.
+    """
+    num_tokens = batch["response_mask"][indices].sum()
+    stats = defaultdict(float)
+    for part in my_share(indices).tensor_split(args.gradient_accumulation_steps):
+        micro_batch = {name: tensor[part] for name, tensor in batch.items()}
+        loss, micro_stats, logratio = minibatch_loss(policy, micro_batch, num_tokens, args)
+        loss.backward()
+        logratios[part] = logratio
+        for name, value in micro_stats.items():
+            stats[name] += value
+    sum_over_ranks(stats.values())
+    sum_gradients(policy)
+    return stats
+
+
 def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, float]:
     """Take several epochs of minibatch steps.  -> metrics: means over the steps"""
     parameters = optimizer.param_groups[0]["params"]
-    device = batch["ids"].device
     steps = []
     num_skipped = 0
     for _ in range(args.update_epochs):
-        logratios = torch.zeros_like(batch["old_logprobs"])  # of this epoch and of this rank's rows
-        shuffled = torch.randperm(args.batch_size, generator=generator).to(device)
-        for mb_inds in shuffled.chunk(args.num_minibatches):
+        logratios = torch.zeros_like(batch["old_logprobs"])  # measured before each step
+        shuffled = torch.randperm(args.batch_size, generator=generator).to(logratios.device)
+        for indices in shuffled.chunk(args.num_minibatches):
             optimizer.zero_grad()
-            num_tokens = batch["response_mask"][mb_inds].sum()
-            my_inds = mb_inds[rank() :: world_size()]
-            stats = {}
-            for micro_inds in my_inds.tensor_split(args.gradient_accumulation_steps):
-                micro_batch = {name: tensor[micro_inds] for name, tensor in batch.items()}
-                loss, micro_stats, logratio = minibatch_loss(policy, micro_batch, num_tokens, args)
-                loss.backward()
-                logratios[micro_inds] = logratio
-                for name, value in micro_stats.items():
-                    stats[name] = stats.get(name, 0) + value
-            sum_over_ranks(stats.values())
-            sum_gradients(policy)
+            stats = minibatch_gradient(policy, batch, indices, logratios, args)
             grad_norm = nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             stats["grad_norm"] = grad_norm.full_tensor() if args.fsdp else grad_norm
-            steps.append(stats)
-            if all(value.isfinite() for value in stats.values()):
-                optimizer.step()
-            else:
+            if not all(value.isfinite() for value in stats.values()):
                 num_skipped += 1  # a NaN must not reach the weights
-    if num_skipped == len(steps):
-        sys.exit("in every step of an update the loss or the gradient was not finite")
+                continue
+            steps.append(stats)
+            optimizer.step()
+    if not steps:
+        sys.exit("no step of this update had a finite loss and gradient")
     metrics = {"losses/skipped_steps": num_skipped}
     for name in steps[0]:
         per_step = torch.stack([stats[name] for stats in steps])
-        metrics[f"losses/{name}"] = per_step.nanmean().item()
+        metrics[f"losses/{name}"] = per_step.mean().item()
     sum_over_ranks([logratios])
     ratios = logratios[batch["exp_mask"] == 1].exp()  # of off-policy tokens, in the last epoch
     if len(ratios):
@@ -1087,7 +1030,7 @@ def grpo_update(policy, optimizer, batch: dict, args, generator) -> dict[str, fl
 
 
 # --- evaluate ---
-def validate(player: Player, held_out: list[int], iteration: int):
+def validate(player: Player, held_out: list[int]):
     """Play held-out tasks greedily, a share of them with advice.  -> metrics, episodes
 
     eval/success_rate counts the tasks without advice, or all tasks if there are none. Episodes that
@@ -1095,36 +1038,29 @@ def validate(player: Player, held_out: list[int], iteration: int):
     two are measured on different tasks, so their difference has the noise of the tasks.
     """
     args = player.args
-    rng = random.Random(0)
     guided_share = share_of(args.val_rollout_expmode, args.rollout_expratio)
-    guided = draw(len(held_out), guided_share, rng)
+    guided = draw(len(held_out), guided_share, random.Random(0))
     planned = [Trajectory(task, i, guided=guided[i]) for i, task in enumerate(held_out)]
-    played = player.play(planned, iteration)
+    played = player.play(planned)
     unguided = [t for t in played if not t.guided]
-    advised = [t for t in played if t.advice]
-    counted = unguided or played
-    metrics = {
-        "eval/success_rate": fmean([t.success for t in counted]),
-        "eval/episodic_return": fmean([t.reward for t in counted]),
+    headline = unguided or played
+    kinds = {
+        "eval/success_rate": headline,
+        "eval/success_unguided": unguided,
+        "eval/success_guided": [t for t in played if t.advice],
     }
-    if unguided:
-        metrics["eval/success_unguided"] = fmean([t.success for t in unguided])
-    if advised:
-        metrics["eval/success_guided"] = fmean([t.success for t in advised])
+    metrics = {name: fmean([t.success for t in kind]) for name, kind in kinds.items() if kind}
+    metrics["eval/episodic_return"] = fmean([t.reward for t in headline])
     return metrics, played
 
 
-def logprob_mismatch(trajectories, batch: dict, iteration: int) -> dict:
-    """Mean difference of the log-probs of sampler and training pass, on new on-policy samples.
-
-    The samples of --method sft may be old: the policy has changed since they were sampled.
-    """
-    is_new = torch.tensor([[int(t.version == iteration)] for t in trajectories])
-    comparable = batch["response_mask"] * (1 - batch["exp_mask"]) * is_new.to(batch["ids"].device)
-    if not comparable.any():
+def logprob_mismatch(batch: dict, iteration: int) -> dict:
+    """How far log-probs of sampler and training pass differ, on average over on-policy tokens."""
+    is_on_policy = batch["response_mask"] * (1 - batch["exp_mask"])
+    if not is_on_policy.any():
         return {}
     difference = (batch["old_logprobs"] - batch["sampler_logprobs"]).abs()
-    mismatch = masked_mean(difference, comparable).item()
+    mismatch = masked_mean(difference, is_on_policy).item()
     if mismatch > 0.1 and iteration == 1:
         sys.exit(f"log-probs of sampling and training differ by {mismatch:.2f} nats on average")
     return {"rollout/logprob_mismatch": mismatch}
@@ -1142,39 +1078,28 @@ def main(args: Args) -> dict[str, float]:
 
     tasks = list(range(args.num_train_tasks))
     held_out = list(range(args.num_train_tasks, args.num_train_tasks + args.eval_size))
-    # If a rank does not find the checkpoint, loading it there ends the run.
-    is_resumed = args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device)
     player = make_player(args, tasks, held_out, device)
     policy = player.policy
     pool = player.pool
-    # A LoRA checkpoint has only the adapters: the base model practices again, with the same seed.
-    if args.model_name is None and (args.lora_rank or not is_resumed):
+    if args.model_name is None:
         practice(player)
     optimizer = prepare_training(policy, args, device)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
-    imitation_args = args.for_imitation() if args.imitate_iterations else args
 
-    state = dict(iteration=0, global_step=0)
-    stateful = dict(pool=pool, manager=manager, mix=mix)  # what changes besides the weights
-    rows = []  # what has been logged
-    if is_resumed:
-        saved = load_checkpoint(policy, optimizer, args)
-        state = saved["state"]
-        rows = saved["rows"]
-        for name, part in stateful.items():
+    # A checkpoint holds the state of these, the weights, the optimizer, and the logged metrics.
+    parts = dict(pool=pool, manager=manager, mix=mix)
+    state = dict(iteration=0)
+    logged_rows = load_checkpoint(policy, optimizer, state, args)
+    run = Run(args, logged_rows)
+    if logged_rows:
+        for name, part in parts.items():
             part.load_state_dict(state[name])
-    run = Run(args, rows)
-    if is_resumed:
-        metrics, episodes = rows[-1], []
     else:
-        if args.uses_pool and args.init_exp_before_training:
-            played = play_first_tasks(player, tasks)
-            pool.fill_pool(played, step=-1)
-            state["global_step"] = len(played)
-        metrics, episodes = validate(player, held_out, iteration=0)
-        run.log({"global_step": state["global_step"], "exp/pool_size": len(pool.records)} | metrics)
-        run.log_episodes(state["global_step"], episodes)
+        first_round(player, tasks, held_out, run)
+    metrics = run.rows[-1]
+    samples = []
+    global_step = metrics["global_step"]
     signals = Signals()
     done = state["iteration"]
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
@@ -1187,7 +1112,7 @@ def main(args: Args) -> dict[str, float]:
         replay_rng = random.Random(f"{args.seed}/{iteration}/r")
         learning_rate = args.learning_rate * (1 - (iteration - 1) / args.num_iterations)
         optimizer.param_groups[0]["lr"] = learning_rate
-        phase = imitation_args if iteration <= args.imitate_iterations else args  # options
+        options = args.at(iteration)  # those of --method sft in the first --imitate-iterations
 
         # 1. choose tasks; with replay some come with a recorded success
         experience_tasks, on_policy_tasks = mix(replay_rng)
@@ -1196,85 +1121,102 @@ def main(args: Args) -> dict[str, float]:
         # 2. play the other episodes of each group, some of them with advice
         num_notes = len(pool.records)  # notes that these episodes can get
         tasks_of_groups = experience_tasks + on_policy_tasks  # data_ids of `replayed` come first
-        planned = plan_episodes(tasks_of_groups, replayed, phase, iteration, exp_rng)
-        fresh = player.play(planned, iteration, draw_uniforms(phase.num_tasks, phase, generator))
-        state["global_step"] += len(fresh)
+        planned = plan_episodes(tasks_of_groups, replayed, options, iteration, exp_rng)
+        fresh = player.play(planned, generator)
+        global_step += len(fresh)
 
         # 3. training samples: a training prompt and a completion
         trajectories = sorted(fresh + replayed, key=lambda t: (t.data_id, t.rollout_id))
-        if phase.method == "sft":
+        if options.method == "sft":
             manager.save_trajectories_to_memory([t for t in fresh if t.success])
-            # Before the first success the samples are failures, which have no loss.
-            trajectories = draw_successes(manager, phase, exp_rng) or trajectories
+            trajectories = draw_successes(manager, options, exp_rng) or fresh
         batch = samples_to_dataproto(trajectories, device)
 
         # 4. log-probs before the update. First compare them with those of the sampler, then record
         # them. Only after that recorded ones may replace them.
-        batch["old_logprobs"], entropy = compute_log_prob(policy, batch, phase)
-        mismatch = logprob_mismatch(trajectories, batch, iteration)
-        if phase.use_experience_replay:
-            record_log_probs(trajectories, batch, entropy)
-            record_successes(manager, fresh)
-        if phase.replay_old_logp == "recorded":
+        batch["old_logprobs"], entropy = compute_log_prob(policy, batch, args)
+        mismatch = {}
+        if options.method != "sft":  # its samples may be old
+            mismatch = logprob_mismatch(batch, iteration)
+        if args.use_experience_replay:
+            record_episodes(manager, trajectories, batch, entropy)
+        if args.replay_old_logp == "recorded":
             batch["old_logprobs"] = _replace_recorded_old_log_probs(batch, batch["old_logprobs"])
 
         # 5. advantages
-        if phase.method == "sft":
+        if options.method == "sft":
             advantages = batch["successes"]  # 1 or 0
         else:
-            advantages = group_advantages(batch["rewards"], batch["group_ids"], phase.adv_std)
+            advantages = group_advantages(batch["rewards"], batch["group_ids"], args.adv_std)
         batch["advantages"] = advantages[:, None] * batch["response_mask"]
         weaken_stripped_failures(batch)
         rollout_time = time.time() - start_time
 
         # 6. update
-        losses = grpo_update(policy, optimizer, batch, phase, generator)
+        losses = grpo_update(policy, optimizer, batch, options, generator)
         update_time = time.time() - start_time - rollout_time
 
-        # 7. notes about the new episodes
-        if args.uses_pool and args.updated_freq and iteration % args.updated_freq == 0:
-            pool.fill_pool(fresh, iteration)
+        # 7. evaluate
+        is_last = iteration == args.num_iterations
+        scores = {}
+        samples = []
+        if is_last or iteration % args.eval_every == 0:
+            scores, episodes = validate(player, held_out)
+            samples = sample_episodes(episodes)
 
-        # 8. evaluate and log
+        # 8. notes about the new episodes; the next iteration reads them
+        if args.writes_notes and args.updated_freq and iteration % args.updated_freq == 0:
+            pool.fill_pool(fresh)
+        if args.val_summarizer_save and scores:
+            pool.fill_pool(episodes)
+
+        # 9. log and save
         metrics = {
-            "global_step": state["global_step"],
+            "global_step": global_step,
             "exp/pool_size": num_notes,
-            "exp/failed_calls": pool.failed_calls(),
+            "exp/failed_calls": pool.num_failed_calls,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": len(fresh) / (time.time() - start_time),  # episodes per second
+            "charts/SPS": len(fresh) / (rollout_time + update_time),  # episodes per second
             "time/rollout": rollout_time,
             "time/update": update_time,
-            "time/notes": time.time() - start_time - rollout_time - update_time,
         }
-        metrics |= rollout_metrics(fresh, replayed, trajectories) | mismatch | losses
-        if phase.use_experience_replay:
+        metrics |= rollout_metrics(fresh, replayed, trajectories) | mismatch | losses | scores
+        if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
-        is_last = iteration == args.num_iterations
-        if is_last or iteration % args.eval_every == 0:
-            scores, episodes = validate(player, held_out, iteration)
-            metrics |= scores
-            run.log_episodes(state["global_step"], episodes)
-            if args.val_summarizer_save:
-                pool.fill_pool(episodes, iteration)
-        run.log(metrics)
-        print_status(progress, iteration, metrics)
-
-        interrupted = any_rank(signals.received, device)
-        if is_last or interrupted or iteration % args.save_every == 0:
-            state["iteration"] = iteration
-            state |= {name: part.state_dict() for name, part in stateful.items()}
-            save_checkpoint(run, policy, optimizer, state)
-        if interrupted and not is_last:
+        run.log(metrics, samples)
+        print_status(progress, iteration, metrics, args)
+        is_interrupted = any_rank(signals.received, device)
+        if is_last or is_interrupted or iteration % args.save_every == 0:
+            state = {name: part.state_dict() for name, part in parts.items()}
+            save_checkpoint(run, policy, optimizer, state | dict(iteration=iteration))
+        if is_interrupted and not is_last:
             progress.close()
             print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
             return metrics
 
-    signals.release()
     progress.close()
+    signals.release()
     save_model(policy, player.dialogue.tokenizer, run.dir / "final_model")
-    print_episodes(episodes)
+    if samples:  # a resumed run may have had nothing left to do
+        print_episodes(samples)
     run.finish()
     return metrics
+
+
+def make_player(args, tasks: list[int], held_out: list[int], device) -> Player:
+    """Load or make the model, the environments and the pool of notes."""
+    envs = [TextEnv(args) for _ in range(args.batch_size)]
+    pool = ExperiencePool(args)
+    if args.experience_pool:
+        pool.load(args.experience_pool)
+    words = []
+    if args.model_name is None:
+        words = vocabulary(envs[0], tasks[:200] + held_out[:200], pool.records, args)
+    lm, tokenizer, eos_ids = load_agent(args, words)
+    policy = Policy(lm, eos_ids, args.temperature).to(device)
+    dialogue = Dialogue(tokenizer, args, eos_ids)
+    pool.ask = functools.partial(ask_policy, policy, dialogue)
+    return Player(policy, dialogue, envs, pool, args)
 
 
 def prepare_training(policy: Policy, args, device):
@@ -1290,35 +1232,23 @@ def prepare_training(policy: Policy, args, device):
     trained = [x for x in policy.parameters() if x.requires_grad]  # with LoRA: not the base model
     num_parameters = sum(x.numel() for x in trained)
     print(f"device {device}, {num_parameters:,} parameters are trained")
-    if args.lora_rank:
-        print(f"the other parameters are frozen, in {args.weights_dtype}")
     return torch.optim.AdamW(trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True)
 
 
-def make_player(args, tasks: list[int], held_out: list[int], device) -> Player:
-    """Load or make the model, the environments and the pool of notes."""
-    envs = [TextEnv(args) for _ in range(args.batch_size)]
-    pool = ExperiencePool(args)
-    if args.experience_pool:
-        pool.load(args.experience_pool)
-    words = []
-    if args.model_name is None:
-        words = vocabulary(envs[0], tasks[:200], held_out[:200], pool.records, args)
-    lm, tokenizer, eos_ids = load_agent(args, words)
-    policy = Policy(lm, eos_ids, args.temperature).to(device)
-    dialogue = Dialogue(tokenizer, args, eos_ids)
-    pool.ask = functools.partial(ask_policy, policy, dialogue)
-    return Player(policy, dialogue, envs, pool, args)
-
-
-def play_first_tasks(player: Player, tasks: list[int]) -> list[Trajectory]:
-    """Play training tasks without advice, to get the first notes."""
+def first_round(player: Player, tasks: list[int], held_out: list[int], run):
+    """Before training: play tasks without advice for the first notes, then evaluate and log."""
     args = player.args
-    num_tasks = min(args.init_exp_before_training, len(tasks))
-    planned = []
-    for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
-        planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
-    return player.play(planned, 0, draw_uniforms(num_tasks, args))
+    played = []
+    if args.writes_notes and args.init_exp_before_training:
+        num_tasks = min(args.init_exp_before_training, len(tasks))
+        planned = []
+        for data_id, task in enumerate(random.Random(args.seed).sample(tasks, num_tasks)):
+            planned += [Trajectory(task, data_id, i) for i in range(args.group_size)]
+        played = player.play(planned, torch.default_generator)
+        player.pool.fill_pool(played)
+    metrics, episodes = validate(player, held_out)
+    metrics["exp/pool_size"] = len(player.pool.records)
+    run.log({"global_step": len(played)} | metrics, sample_episodes(episodes))
 
 
 # --- metrics ---
@@ -1371,24 +1301,22 @@ NAMES = (
 class LockEnv:
     """Press four buttons in the right order; a wrong button costs a turn.
 
-    Locks of a family share a secret, and training has locks of all families. So a held-out lock is
-    a new room of a known family. Random actions open 7 % of the locks. A player who remembers
-    nothing of earlier locks, but never repeats a wrong button, opens 14 %.
+    Locks of a family share a secret, which is the same for every --seed, and training has locks of
+    all families. So a held-out lock is a new room of a known family. Random actions open 7 % of the
+    locks. A player who remembers no earlier lock, but repeats no wrong button, opens 14 %.
     """
 
     actions = ("red", "green", "blue", "gold")
 
     def __init__(self, num_families: int = 12):
-        if num_families > len(NAMES):
-            raise ValueError(f"the lock game has at most {len(NAMES)} families")
-        self.names = NAMES[:num_families]
+        self.num_families = num_families  # up to 24, the number of names
 
     def reset(self, seed: int):
-        room, family = divmod(seed, len(self.names))
+        room, family = divmod(seed, self.num_families)
         rules = random.Random(seed if seed >= PRACTICE else f"lock {family}")
         self.secret = rules.choices(self.actions, k=4)
         self.slot = 0
-        self.name = self.names[family]
+        self.name = NAMES[family]
         # Only the teacher of the warm start reads the solution.
         info = dict(topic=self.name, solution=self.secret)
         return f"lock {self.name} room {room % 100:02d}", info
@@ -1421,83 +1349,72 @@ class TextEnv:
         space = getattr(self.env, "action_space", None)
         if isinstance(space, gym.spaces.Discrete):
             values = range(space.start, space.start + space.n)
-            words = words or map(str, values)
-        self.actions = dict(
-            zip(words, values, strict=True)
-        )  # what is said -> action; empty: any text
+            words = words or values
+        # What is said -> the action of the environment. If this is empty, any text is an action.
+        self.actions = {
+            str(word).lower(): action for word, action in zip(words, values, strict=True)
+        }
+        names = sorted(self.actions, key=len, reverse=True)  # prefer "go left" to "go"
+        self.pattern = (
+            rf"(?<!\w)({'|'.join(map(re.escape, names))})(?!\w)"  # \b would not find "-1"
+        )
 
     def reset(self, task: int) -> tuple[str, dict]:
         observation, info = self.env.reset(seed=task)
         self.earned = 0.0
+        self.last_info = {}
         return str(observation), dict(topic=str(observation)) | info
 
     def step(self, text: str):
         """Take the action that the text names last. Text without an action has a reward of -1.
 
-        This penalty does not change whether the episode is a success. It is one if the last
-        info["success"] is true, or without this entry, if the episode terminated and the rewards of
-        the environment reach --success-reward.
+        The penalty does not count for success. An episode is a success if the last info["success"]
+        of the environment is true, or where this entry is missing, if the episode terminated and
+        the rewards of the environment reach --success-reward.
         """
         action = text
         if self.actions:
-            found = []  # where a name ends, its length, the name
-            for name in self.actions:
-                pattern = rf"(?<!\w){re.escape(name)}(?!\w)"  # \b would not find "-1"
-                for match in re.finditer(pattern, text, re.IGNORECASE):
-                    found.append((match.end(), len(name), name))
-            if not found:
-                return "not an action : " + " ".join(self.actions), -1.0, False, False, {}
-            _, _, name = max(found)  # of two names that end at one place, the longer one
-            action = self.actions[name]
+            names = re.findall(self.pattern, text.lower())
+            if not names:
+                observation = "not an action : " + " ".join(self.actions)
+                return observation, -1.0, False, False, self.last_info
+            action = self.actions[names[-1]]
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.earned += float(reward)
         has_earned = self.earned > self.success_reward - 1e-6  # sums of floats are not exact
         success = info.get("success", terminated and has_earned)
-        info = info | dict(success=bool(success))  # JSON cannot write a value of NumPy
-        return str(observation), float(reward), bool(terminated), bool(truncated), info
+        self.last_info = info | dict(success=bool(success))  # JSON cannot write a value of NumPy
+        return str(observation), float(reward), bool(terminated), bool(truncated), self.last_info
 
 
 # --- task: functions and classes of the user ---
 @functools.cache
-def load_module(path: str):
-    """Load a file once. Its folder is added to the path, so that it can import its neighbors."""
-    if not path.endswith(".py"):
-        return importlib.import_module(path)
+def load_file(path: str) -> dict:
+    """Run a file once. Its folder is added to the path, so that it can import its neighbors."""
     sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(path)
 
 
 def load_object(place: str):
     """file.py:name or module:name"""
     path, _, name = place.rpartition(":")
-    module = load_module(path)
-    if not hasattr(module, name):
+    if path.endswith(".py"):
+        names = load_file(path)
+    else:
+        names = vars(importlib.import_module(path))
+    if name not in names:
         sys.exit(f"{place}: there is no {name} in {path}")
-    return getattr(module, name)
+    return names[name]
 
 
 def call_within_limit(seconds: float, function, *inputs):
-    """The result of a user's function. Errors and time-outs are returned, not raised."""
-    results = []
-
-    def target():
-        try:
-            results.append(function(*inputs))
-        except BaseException as error:  # SystemExit, too: sys.exit() must not end the run
-            traceback.print_exc()
-            results.append(error)
-
+    """What a user's function returns. If it fails, Python prints its error."""
+    results = [RuntimeError(f"an error, or no result within {seconds:.0f} seconds")]
     # A daemon thread: a call that hangs cannot keep the process alive.
-    thread = threading.Thread(target=target, daemon=True)
+    thread = threading.Thread(target=lambda: results.append(function(*inputs)), daemon=True)
     thread.start()
     thread.join(seconds)
-    if not results:
-        return TimeoutError(f"no answer within {seconds:.0f} seconds")
-    return results[0]
+    return results[-1]
 
 
 # --- task: practice of the tiny model ---
@@ -1505,7 +1422,10 @@ WORD = r"\d|[^\W\d]+|[^\w\s]"  # one token: a digit, a word, or a mark
 
 
 def practice_game(env: TextEnv, task: int, rng, args) -> Trajectory:
-    """A teacher plays. If it has advice, it mostly follows it; otherwise it acts at random."""
+    """A teacher plays. In 60 % of the games it has advice, and follows it in 80 % of the turns.
+
+    In all other turns it acts at random.
+    """
     question, info = env.reset(task)
     t = Trajectory(task, question=question)
     words = list(env.actions) or re.findall(WORD, question) or ["ok"]
@@ -1525,11 +1445,10 @@ def practice_game(env: TextEnv, task: int, rng, args) -> Trajectory:
     return t
 
 
-def vocabulary(env: TextEnv, tasks, held_out, records: list[dict], args) -> list[str]:
+def vocabulary(env: TextEnv, tasks, records: list[dict], args) -> list[str]:
     """Words of the tiny model: those of actions, questions, notes, and some random games."""
     texts = [*env.actions, args.experience_template, "not an action : 0 1 2 3 4 5 6 7 8 9"]
     texts += [record["text"] for record in records]
-    texts += [env.reset(task)[0] for task in held_out]
     for task in tasks:
         t = practice_game(env, task, random.Random(task), args)
         texts += [t.question, t.advice]
@@ -1539,10 +1458,10 @@ def vocabulary(env: TextEnv, tasks, held_out, records: list[dict], args) -> list
 
 
 def practice(player: Player):
-    """Supervised steps on games with random rules: the tiny model learns to play with advice."""
+    """Supervised steps on games of a teacher: the tiny model learns to play, and to use advice."""
     args = player.args
     dialogue = player.dialogue
-    print(f"warm start: {WARM_START_STEPS} supervised steps on random rules", flush=True)
+    print(f"warm start: {WARM_START_STEPS} supervised steps on games of a teacher", flush=True)
     optimizer = torch.optim.AdamW(player.policy.parameters(), lr=1e-3, fused=True)
     rng = random.Random(f"{args.seed}/warm start")
     for _ in range(WARM_START_STEPS):
@@ -1566,13 +1485,16 @@ def practice(player: Player):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
         return torch.device("cpu")
     # Without check_available the CUDA build of torch answers "cuda" on a machine without a GPU.
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+ANSWER = "<<the answer of the agent>>"  # stands for any answer in a chat template
 
 
 class Dialogue:
@@ -1583,9 +1505,8 @@ class Dialogue:
         self.chat_template = args.chat_template
         self.system_prompt = args.system_prompt
         self.eos_ids = set(eos_ids.tolist())
-        # Texts repeat: tokenize each once, and warn once. Nobody may change the cached lists.
-        self.encode = functools.lru_cache(100_000)(self.encode)
 
+    @functools.lru_cache(100_000)  # noqa: B019 - texts repeat; nobody may change the cached lists
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids
         if self.tokenizer.unk_token_id in ids:
@@ -1613,11 +1534,9 @@ class Dialogue:
         """
         text = f"\n{observation}"
         if self.chat_template:
-            # Render a dialogue and take what follows its answer. The marker in the place of the
-            # answer is longer than the system prompt, so it does not occur there.
-            answer = "@@" * (1 + len(self.system_prompt))
-            dialogue = [("user", "question"), ("assistant", answer), ("user", observation)]
-            _, _, text = self.render(dialogue).partition(answer)
+            # Render a dialogue with a stand-in for the answer, and take what follows it.
+            dialogue = [("user", "question"), ("assistant", ANSWER), ("user", observation)]
+            _, _, text = self.render(dialogue).partition(ANSWER)
         ids = self.encode(text)
         if ids and ids[0] in self.eos_ids and turn_ids[-1] in self.eos_ids:
             return ids[1:]  # the end was sampled
@@ -1712,50 +1631,55 @@ def add_adapters(policy, args):
 
 def trained_names(policy) -> list[str]:
     """Names of the weights that are trained. With LoRA, those of adapters and value head."""
-    state = policy.state_dict(keep_vars=True)
-    return [name for name, weight in state.items() if weight.requires_grad]
+    weights = policy.state_dict(keep_vars=True)
+    return [name for name, weight in weights.items() if weight.requires_grad]
 
 
 def merge_adapters(lm):
     """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {}
+    merged_weights = {}
     for name, weight in lm.state_dict().items():
+        if "lora_" in name:
+            continue
         weight = weight.cpu().float()
         if name.endswith(".base_layer.weight"):
             adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
             weight = weight + adapted_layer.get_delta_weight("default").cpu()
-        if "lora_" not in name:
-            state[name.replace(".base_layer", "")] = weight
+        merged_weights[name.replace(".base_layer", "")] = weight
     with torch.device("meta"):
-        merged = type(lm)(lm.config)
-    merged.generation_config = lm.generation_config
-    return merged, state
+        merged_lm = type(lm)(lm.config)
+    merged_lm.generation_config = lm.generation_config
+    return merged_lm, merged_weights
 
 
 # --- run folder ---
-def first_of_each_kind(trajectories: list[Trajectory], count: int) -> list[Trajectory]:
-    """The first episodes without advice, then the first ones with advice."""
+def sample_episodes(trajectories: list[Trajectory]) -> list[dict]:
+    """The first episodes without advice, then the first ones with advice, in words."""
     without_advice = [t for t in trajectories if not t.advice]
     with_advice = [t for t in trajectories if t.advice]
-    return without_advice[:count] + with_advice[:count]
+    return [episode_of(t) for t in without_advice[:4] + with_advice[:4]]
 
 
-def print_status(progress, iteration: int, metrics: dict):
-    """Show the success of the new episodes. Warn if no guided episode found advice."""
+def print_status(progress, iteration: int, metrics: dict, args):
+    """Show the success of new episodes. Warn if they should get advice and none got any."""
     status = f"success {metrics['charts/success_rate']:.2f}"
     progress.set_postfix_str(status, refresh=False)
     progress.update()
     if progress.disable:  # the output is not a terminal: print lines instead of a bar
         print(f"[{iteration}/{progress.total}] {status}", flush=True)
-    if metrics.get("exp/retrieval_empty_frac") == 1 and iteration in (1, progress.total):
-        print(f"warning: {metrics['exp/pool_size']} notes, and no advice for any guided episode")
+    needs_advice = args.train_rollout_expmode != "woexp" and args.rollout_expratio > 0
+    if needs_advice and "success/guided" not in metrics and iteration in (1, progress.total):
+        tqdm.write(
+            f"warning: no training episode got advice, with {metrics['exp/pool_size']} notes"
+        )
 
 
-def print_episodes(trajectories: list[Trajectory]):
-    for t in first_of_each_kind(trajectories, 1):
-        print(f"--- task {t.task}, reward {t.reward:g}, advice: {t.advice or 'none'}")
-        print(episode_of(t)["text"])
+def print_episodes(samples: list[dict]):
+    for sample in (samples[0], samples[-1]):
+        advice = sample["advice"] or "none"
+        print(f"--- task {sample['task']}, reward {sample['reward']:g}, advice: {advice}")
+        print(sample["text"])
 
 
 PANELS = {  # the panels of curves.png: label of the y-axis, metrics
@@ -1768,20 +1692,23 @@ PANELS = {  # the panels of curves.png: label of the y-axis, metrics
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args, rows: list[dict]):
+    def __init__(self, args, logged_rows: list[dict]):
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = rows  # what a resumed run has logged
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
+        self.rows = logged_rows  # those of the run that is resumed
+        self.start_time = time.time()
+        last_step = -1
+        if logged_rows:
+            self.start_time -= logged_rows[-1]["time"]
+            last_step = logged_rows[-1]["global_step"]
         self.wandb = None
-        if rank() > 0:  # one process writes
+        if rank() > 0:
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
         config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        last_step = rows[-1]["global_step"] if rows else -1
         for name in ("metrics.jsonl", "episodes.jsonl"):
             drop_lines_after(last_step, self.dir / name)
         if args.track:
@@ -1800,25 +1727,18 @@ class Run:
             )
             self.wandb = wandb
 
-    def log(self, metrics: dict):
+    def log(self, metrics: dict, samples: list[dict] = ()):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if rank() > 0:
             return
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        step = row["global_step"]
+        append_lines(self.dir / "metrics.jsonl", [row])
+        samples = [{"global_step": step} | sample for sample in samples]
+        append_lines(self.dir / "episodes.jsonl", samples)
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
-
-    def log_episodes(self, global_step: int, trajectories: list[Trajectory]):
-        """Some episodes with advice and without, in words."""
-        if rank() > 0:
-            return
-        with open(self.dir / "episodes.jsonl", "a", encoding="utf-8") as file:
-            for t in first_of_each_kind(trajectories, 4):
-                row = dict(global_step=global_step) | episode_of(t)
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.wandb.log(row, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -1848,6 +1768,12 @@ class Run:
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+def append_lines(path: Path, rows: list[dict]):
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
 def plot_metric(axis, rows: list[dict], name: str):
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
@@ -1867,7 +1793,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
@@ -1877,121 +1805,81 @@ POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_tu
     group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
     num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
 SHARES = ["rollout_expratio", "train_sample_keepratio", "exp_ratio"]
-NOT_NEGATIVE = """init_exp_before_training updated_freq imitate_iterations ent_coef lora_rank
-    experience_rbound""".split()
+NEEDS = {  # an option -> another one, without which it does nothing
+    "exp_ratio": "use_experience_replay",
+    "replay_old_logp": "use_experience_replay",
+    "retire_solved": "use_experience_replay",
+    "system_prompt": "chat_template",
+    "chat_template": "model_name",  # the tiny model has no template
+    "resume": "run_dir",
+}
+ONLY_WITH_ADVICE = ["experience_pool", "summarizer", "retriever", "val_summarizer_save"]
 
 
-def as_typed(args, name: str) -> str:
-    """An option and its value, as they are typed."""
-    option = f"--{name.replace('_', '-')}"
-    value = getattr(args, name)
-    return option if value is True else f"{option} {value}"
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def check_method(args):
     """Raise ValueError if an option contradicts --method. sft accepts all of them."""
-    if args.method == "sft":
-        return
-    contradictory = []
-    for name in ("train_sample_expmode", "train_sample_keepratio"):
-        is_free = args.method == "het" and name == "train_sample_keepratio"
-        if getattr(args, name) != METHODS[args.method][name] and not is_free:
-            contradictory.append(name)
-    trains_with_advice = args.train_rollout_expmode != "woexp"
-    if trains_with_advice != (args.method != "baseline"):
-        contradictory.append("train_rollout_expmode")
-    if contradictory:
-        raise ValueError(f"--method {args.method} contradicts {as_typed(args, contradictory[0])}")
-
-
-def check_shares(args):
-    """Raise ValueError if a share is so small that it is rounded down to 0 episodes or tasks."""
-    counts = {}
-    if args.train_rollout_expmode == "mixed":
-        counts["rollout_expratio"] = args.group_size - int(args.use_experience_replay)
-    if args.use_experience_replay:
-        counts["exp_ratio"] = args.num_tasks
-    for name, count in counts.items():
-        share = getattr(args, name)
-        if share > 0 and num_chosen(count, share) == 0:
-            raise ValueError(f"{as_typed(args, name)}: it is 0 of {count} after rounding down")
-    num_keeping = num_chosen(args.num_tasks, args.train_sample_keepratio)
-    if args.method == "het" and not 0 < num_keeping < args.num_tasks:
-        raise ValueError(
-            f"{as_typed(args, 'train_sample_keepratio')}: of {args.num_tasks} tasks {num_keeping} "
-            "keep the advice, but --method het needs tasks that keep and tasks that strip"
-        )
+    free = {"val_rollout_expmode"}
+    if args.method == "het":
+        free.add("train_sample_keepratio")
+    if args.method != "baseline" and args.train_rollout_expmode == "all":
+        free.add("train_rollout_expmode")
+    for name, value in METHODS[args.method].items():
+        typed = getattr(args, name)
+        if typed != value and name not in free and args.method != "sft":
+            raise ValueError(f"--method {args.method} contradicts {as_flag(name)} {typed}")
 
 
 def check_options(args):
-    """Raise ValueError if the options make no sense. tyro shows the sentence."""
-    for name in [*POSITIVE, *SHARES, *NOT_NEGATIVE]:
-        value = getattr(args, name)
-        if name in POSITIVE and not value > 0:
-            raise ValueError(f"{as_typed(args, name)}: must be positive")
-        if not value >= 0:  # this way NaN is refused, too
-            raise ValueError(f"{as_typed(args, name)}: must not be negative")
-        if name in SHARES and value > 1:
-            raise ValueError(f"{as_typed(args, name)}: must be from 0 to 1")
-    check_method(args)
-    for name in ("experience_pool", "summarizer", "retriever", "val_summarizer_save"):
-        if getattr(args, name) and not args.uses_pool:
-            raise ValueError(f"no episode gets advice, so {as_typed(args, name)} does nothing")
-    for name in ("exp_ratio", "replay_old_logp", "retire_solved"):
-        if getattr(args, name) != getattr(Args, name) and not args.use_experience_replay:
-            raise ValueError(f"{as_typed(args, name)} needs --use-experience-replay")
-    imitates = args.method == "sft" or args.imitate_iterations > 0
-    if args.exp_select_mode != "argmin" and not (imitates or args.use_experience_replay):
-        raise ValueError(f"{as_typed(args, 'exp_select_mode')} needs replay or imitation")
-    if imitates and args.use_experience_replay:
-        raise ValueError("imitation cannot be combined with --use-experience-replay")
-    if args.group_size == 1 and args.method != "sft":
-        raise ValueError(
-            "--group-size 1: must be at least 2, because a reward is compared with the group's"
-        )
-    check_shares(args)
-    if args.imitate_iterations:
-        if not args.enable or args.method == "sft" or args.train_rollout_expmode == "all":
-            raise ValueError(
-                "--imitate-iterations plays as --method sft does, so it contradicts --no-enable, "
-                "--method sft and --train-rollout-expmode all"
-            )
-        args.for_imitation()  # raises ValueError as well
-    if args.experience_template.count("{}") != 1:
-        raise ValueError("--experience-template needs exactly one {}")
+    """Raise ValueError if a value makes no sense. tyro prints it as a command-line error."""
+    for name in POSITIVE:
+        if not getattr(args, name) > 0:  # this refuses NaN as well
+            raise ValueError(f"{as_flag(name)} must be positive")
+    for name in SHARES:
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{as_flag(name)} must be from 0 to 1")
+    for name, other in NEEDS.items():
+        is_default = getattr(args, name) == getattr(Args, name)
+        if not is_default and not getattr(args, other):
+            raise ValueError(f"{as_flag(name)} needs {as_flag(other)}")
+    for name in ONLY_WITH_ADVICE:
+        if getattr(args, name) and not args.uses_advice:
+            raise ValueError(f"{as_flag(name)} does nothing: no episode gets advice")
     for name in ("env", "summarizer", "retriever"):
         path, suffix, _ = (getattr(args, name) or "").partition(".py:")
         if suffix and not Path(path + ".py").is_file():
-            raise ValueError(f"{as_typed(args, name)}: there is no file {path}.py")
-    if args.experience_pool and not Path(args.experience_pool).is_file():
-        raise ValueError(f"{as_typed(args, 'experience_pool')}: there is no such file")
-    if args.num_tasks > args.num_train_tasks:
-        raise ValueError("--num-train-tasks must be at least --num-tasks")
-    if args.system_prompt and not args.chat_template:
-        raise ValueError("--system-prompt needs --chat-template")
-    if args.chat_template and not args.model_name:
-        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-    if args.chat_template and args.max_turn_tokens == 1:
-        raise ValueError("--chat-template needs --max-turn-tokens 2 or more: one is for the end")
-    if args.batch_size % args.num_minibatches:
-        raise ValueError("--num-tasks x --group-size must be a multiple of --num-minibatches")
-    if args.resume and not args.run_dir:
-        raise ValueError("--resume needs --run-dir")
-    num_ranks = int(os.environ.get("WORLD_SIZE", 1))
-    num_micro_batches = args.num_minibatches * args.gradient_accumulation_steps
-    if args.batch_size < num_micro_batches * num_ranks:
-        raise ValueError("a micro-batch of a rank is empty: lower --gradient-accumulation-steps")
-    if args.fsdp and num_ranks == 1:
-        raise ValueError("--fsdp needs torchrun with two processes or more")
-    if args.lora_rank and not importlib.util.find_spec("peft"):
-        raise ValueError("--lora-rank needs peft: pip install peft")
-    if args.lora_rank and args.fsdp:
-        raise ValueError("--fsdp with --lora-rank: gradients and optimizer are too small to shard")
-    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
-        raise ValueError(
-            "--weights-dtype bfloat16 needs --lora-rank and --bf16: small steps of weights that "
-            "are trained would be rounded away"
-        )
+            raise ValueError(f"{as_flag(name)}: there is no file {path}.py")
+    imitates = args.method == "sft" or args.imitate_iterations > 0
+    is_bfloat16 = args.weights_dtype == "bfloat16"
+    problems = {
+        f"--experience-pool: there is no file {args.experience_pool}": (
+            args.experience_pool and not Path(args.experience_pool).is_file()
+        ),
+        "--experience-template needs exactly one {}": args.experience_template.count("{}") != 1,
+        "--group-size must be at least 2: rewards are compared within a group": (
+            args.group_size == 1 and args.method != "sft"
+        ),
+        "imitation cannot be combined with --use-experience-replay": (
+            imitates and args.use_experience_replay
+        ),
+        "--num-train-tasks must be at least --num-tasks": args.num_tasks > args.num_train_tasks,
+        "--chat-template needs --max-turn-tokens 2 or more: one is for the end": (
+            args.chat_template and args.max_turn_tokens == 1
+        ),
+        f"--num-tasks x --group-size must be a multiple of {args.num_parts}: --num-minibatches "
+        "x --gradient-accumulation-steps x processes of torchrun": args.batch_size % args.num_parts,
+        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
+        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
+            is_bfloat16 and not (args.lora_rank and args.bf16)
+        ),
+    }
+    for message, has_problem in problems.items():
+        if has_problem:
+            raise ValueError(message)
 
 
 @dataclass
@@ -2002,10 +1890,11 @@ class ResumeArgs:
     resume: bool = False
 
 
+# What a run is built on. It is made again when a run resumes, so --resume cannot change it.
 FIXED_OPTIONS = """seed env num_train_tasks eval_size max_turns max_turn_tokens model_name
     chat_template system_prompt lora_rank weights_dtype num_tasks group_size method enable
-    temperature success_reward
-    experience_template experience_pool init_exp_before_training use_experience_replay retire_solved""".split()
+    temperature success_reward experience_template experience_pool init_exp_before_training
+    use_experience_replay retire_solved""".split()
 
 
 def parse_args() -> Args:
@@ -2017,37 +1906,63 @@ def parse_args() -> Args:
     if not options:
         return tyro.cli(Args, description=__doc__)
     saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
-    vars(saved).update(options)
+    vars(saved).update(options, resume=True)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
-        if name == "resume" or value == old_value:
+        if value == old_value:
             continue
+        option = "--" + name.replace("_", "-")
         if name in FIXED_OPTIONS:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
-        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+            sys.exit(f"--resume cannot change {option} from {old_value}")
+        print(f"changed: {option} {old_value} -> {value}")
     return args
 
 
 # --- checkpoints ---
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# A checkpoint holds whole tensors, whether the model is sharded or not. It has no frozen weights:
+# with LoRA those of the loaded model stay.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
-    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    policy_state, optimizer_state = get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
-        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        weights = {name: policy_state[name] for name in trained_names(policy)}
+        saved = dict(policy=weights, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
+
+
+def load_checkpoint(policy, optimizer, state: dict, args) -> list[dict]:
+    """Restore weights, optimizer and state. Returns the logged rows; [] if there is no checkpoint.
+
+    If only some ranks find the checkpoint, the others end with an error.
+    """
+    path = Path(args.run_dir or "", "checkpoint.pt")
+    if not any_rank(args.resume and path.exists(), policy.eos_ids.device):
+        return []
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    set_state_dict(
+        policy,
+        optimizer,
+        model_state_dict=saved["policy"],
+        optim_state_dict=saved["optimizer"],
+        options=WHOLE,
+    )
+    state.update(saved["state"])
+    print(f"resuming after iteration {state['iteration']}")
+    return saved["rows"]
 
 
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
+    if not (args.resume and folder.is_dir()):
+        return False
     is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
-    return args.resume and (is_empty or bool(options_of_run(folder)))
+    return is_empty or bool(options_of_run(folder))
 
 
 def options_of_run(folder: Path) -> dict:
@@ -2059,29 +1974,6 @@ def options_of_run(folder: Path) -> dict:
     if options.get("script") != Path(__file__).stem:
         sys.exit(f"--resume: the run in {folder} was made by another script")
     return options
-
-
-def load_checkpoint(policy, optimizer, args) -> dict:
-    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir, "checkpoint.pt")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
-    dcp.set_state_dict(
-        policy,
-        optimizer,
-        model_state_dict=saved["policy"],
-        optim_state_dict=saved["optimizer"],
-        options=WHOLE,
-    )
-    print(f"resuming after iteration {saved['state']['iteration']}")
-    return saved
-
-
-def replace_text(path: Path, text: str):
-    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def drop_lines_after(global_step: int, path: Path):
@@ -2096,26 +1988,32 @@ def drop_lines_after(global_step: int, path: Path):
     replace_text(path, "".join(kept))
 
 
+def replace_text(path: Path, text: str):
+    """Write a temporary file, then rename it: a killed run has either the old or the new file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
+    """Save an ordinary Hugging Face folder, first under a temporary name.
+
+    A run that is killed here saves the folder again when it is resumed.
+    """
     lm = policy.lm
-    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
-        lm, state = merge_adapters(lm)
+    if hasattr(lm, "peft_config"):  # a model with adapters
+        lm, weights = merge_adapters(lm)
     else:
-        state = dcp.get_model_state_dict(lm, options=WHOLE)
+        weights = get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
     for name in lm.all_tied_weights_keys:  # their values are in the file under another name
-        state.pop(name, None)
+        weights.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
-    old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=state)
+    lm.save_pretrained(new_folder, state_dict=weights)
     tokenizer.save_pretrained(new_folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
-    if folder.exists():  # a folder that is not empty cannot be replaced
-        os.replace(folder, old_folder)
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(new_folder, folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
@@ -2127,11 +2025,8 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -2145,12 +2040,18 @@ class Signals:
 
 
 # --- distributed ---
+# torchrun gives each process its rank and the number of processes.
 def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def my_share(rows):
+    """Of n ranks, rank r takes the rows r, r + n, r + 2n, ..."""
+    return rows[rank() :: world_size()]
 
 
 def init_distributed(device):
@@ -2160,8 +2061,6 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
-    else:
-        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

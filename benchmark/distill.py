@@ -16,10 +16,10 @@ def install(het, coefficient: float = 1.0):
     start_game, samples_to_dataproto = het.Player.start_game, het.samples_to_dataproto
     grpo_update = het.grpo_update
 
-    def start_and_look_up(self, t, env, retrieve, iteration):
+    def start_and_look_up(self, t, env, retrieve):
         """What the advice would be, for the teacher."""
-        start_game(self, t, env, retrieve, iteration)
-        advice = retrieve(t.question, iteration)
+        start_game(self, t, env, retrieve)
+        advice = retrieve(t.question)
         text = het.inject_experience(t.question, advice, self.args.experience_template)
         t.told_ids = self.dialogue.prompt(text)
 

@@ -131,21 +131,21 @@ class Told:
             question, info = env.reset(task)
             self.advice[question] = f"{info['topic']} : " + " ".join(info["solution"])
 
-    def retrieve(self, question, step):
+    def retrieve(self, question):
         return self.advice[question]
 
 
 def validate_with_unseen(validate):
     """validate(), and whether the policy still follows advice: eval/success_unseen."""
 
-    def wrapped(player, held_out, iteration):
-        metrics, played = validate(player, held_out, iteration)
+    def wrapped(player, held_out):
+        metrics, played = validate(player, held_out)
         env = player.envs[0]
         if "solution" in env.reset(het.PRACTICE)[1]:
             tasks = range(2 * het.PRACTICE, 2 * het.PRACTICE + math.ceil(len(held_out) / 2))
             other = het.replace(player, pool=Told(env, tasks))
             planned = [het.Trajectory(task, i, guided=True) for i, task in enumerate(tasks)]
-            unseen = other.play(planned, iteration)
+            unseen = other.play(planned)
             metrics["eval/success_unseen"] = statistics.mean(t.success for t in unseen)
         return metrics, played
 

@@ -103,6 +103,7 @@ OTHER_UNITS = {  # name -> why the PPO trio, het_grpo.py and each SAC script say
     "gamma": "per token, per environment step",
     "hidden_size": "other default rule",
     "init_alpha": "other default rule",
+    "learning_rate": "other schedules, linear only",
     "lr": "other default rule",
     "num_critics": "fixed, by preset",
     "num_threads": "the tiny model, small networks",

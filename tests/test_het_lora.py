@@ -101,7 +101,6 @@ def test_sampling_and_training_agree_in_bfloat16(options, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(lora_rank=-1), "--lora-rank -1: must not be negative"),
         (dict(weights_dtype="bfloat16"), "--weights-dtype bfloat16 needs --lora-rank and --bf16"),
         (dict(lora_rank=4, fsdp=True), "--fsdp with --lora-rank"),
     ],

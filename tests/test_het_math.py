@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -92,37 +91,39 @@ def test_injection_is_text_in_text():
 
 def pool_of(*records):
     pool = het.ExperiencePool(het.Args())
-    return pool, [pool.add(*record) for record in records]
+    for record in records:
+        pool.add(*record)
+    return pool
 
 
-def test_retrieval_is_of_earlier_steps_by_shared_words_the_rare_and_the_new_first(monkeypatch):
-    records = [("lock amber", "one", 5), ("lock brass", "two", 5), ("lock brass", "three", 5)]
-    pool, _ = pool_of(*records)
-    assert pool.retrieve("lock amber", 5) == "", "written at t, readable after t"
-    assert pool.retrieve("lock brass", 6) == "three\ntwo\none"
-    assert pool.retrieve("door", 6) == "", "nothing shared, nothing found"
+def test_retrieval_is_by_shared_words_the_rare_and_the_new_first(monkeypatch):
+    pool = pool_of(("lock amber", "one"), ("lock brass", "two"), ("lock brass", "three"))
+    assert pool.retrieve("lock brass") == "three\ntwo\none"
+    assert pool.retrieve("door") == "", "nothing shared, nothing found"
     monkeypatch.setattr(het, "RETRIEVE_TOP_K", 1)
-    assert pool.retrieve("Lock AMBER room 7", 6) == "one", "case aside"
-    assert pool.retrieve("lock brass", 6) == "three"
+    assert pool.retrieve("Lock AMBER room 7") == "one", "case aside"
+    assert pool.retrieve("lock brass") == "three"
 
 
 def test_retrieval_does_not_depend_on_the_order_of_a_set():
     """Two topics of the same rare words: a sum of floats in set order could tell them apart."""
     words = [f"w{i}" for i in range(40)]
-    pool, _ = pool_of((" ".join(words), "old", 0), (" ".join(reversed(words)), "new", 0))
-    assert pool.retrieve(" ".join(words), 1) == "new\nold", "a tie: the newest comes first"
+    pool = pool_of((" ".join(words), "old"), (" ".join(reversed(words)), "new"))
+    assert pool.retrieve(" ".join(words)) == "new\nold", "a tie: the newest comes first"
 
 
 def test_the_pool_has_a_cap_no_doubles_and_refuses(monkeypatch):
     monkeypatch.setattr(het, "MAX_NOTES", 4)
-    pool, added = pool_of(*[("amber", f"text {i % 4}", 0) for i in range(7)])
-    assert all(added) and len(pool.records) == 4
-    assert pool.add("amber", "new", 0)
+    pool = pool_of(*[("amber", f"text {i % 4}") for i in range(7)])
+    assert len(pool.records) == 4
+    pool.add("amber", "new")
     assert [record["text"] for record in pool.records] == ["text 1", "text 2", "text 3", "new"]
     marked = "x " + het.TEMPLATE.partition("{}")[0].strip() + " y"
-    pool, added = pool_of(("a", marked, 0), ("a", "", 0), ("", "b", 0))
-    assert added == [False] * 3 and not pool.records
-    assert pool.add("a", NASTY, 0), "braces and </EXP> are just text"
+    assert not any(pool.is_note(note) for note in [("a", marked), ("a", ""), ("", "b")])
+    assert pool.is_note(("a", NASTY)), "braces and </EXP> are just text"
+    for template, text in (("{}\n\n", "text"), ("Hint: {}\n", "Hint: red")):
+        pool = het.ExperiencePool(het.Args(experience_template=template))
+        assert pool.is_note(("a", text)), "a short template may be there by chance"
 
 
 @pytest.mark.parametrize(
@@ -134,19 +135,17 @@ def test_the_pool_has_a_cap_no_doubles_and_refuses(monkeypatch):
         ("[1, 2]", False),
         (b"\xff\xfe", False),
     ]
-    + [("[" * 100_000, False), ('{"topic": "a", "text": "one\u2028line"}', True), ("", True)]
+    + [("", False), ('{"topic": "a", "text": "one\u2028line"}', True)]
     + [(json.dumps(dict(topic="a", text=NASTY)), True)],
 )
 def test_pool_file(line, fine, tmp_path):
     path = tmp_path / "pool.jsonl"
     line = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(json.dumps(dict(topic="a", text="b")).encode() + b"\n" + line + b"\n")
-    pool, _ = pool_of()
+    pool = pool_of()
     if fine:
         pool.load(path)
-        assert {record["step"] for record in pool.records} == {-1}, (
-            "readable from the first iteration"
-        )
+        assert pool.records[1] == json.loads(line)
         return
     with pytest.raises(SystemExit, match="pool.jsonl: line 2"):
         pool.load(path)
@@ -172,60 +171,43 @@ def fail(*inputs):
 def test_a_summarizer_that_returns_nonsense_is_counted(result, capsys):
     pool = het.ExperiencePool(het.Args())
     pool.summarizer = lambda episodes, ask: result
-    pool.fill_pool([game()], 0)
+    pool.fill_pool([game()])
     assert pool.num_failed_calls == 1 and not pool.records
     assert "--summarizer returned" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("function, words", [(fail, "no network"), (hang, "0 seconds")])
-def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(
-    function, words, capsys, monkeypatch
-):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("function", [fail, hang])
+def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(function, capsys, monkeypatch):
     monkeypatch.setattr(het, "TIME_LIMIT", 0.05)
     monkeypatch.setattr(het, "RETRIEVER_TIME_LIMIT", 0.05)
     pool = het.ExperiencePool(het.Args())
     pool.summarizer = pool.retriever = function
-    pool.fill_pool([game()], 0)
-    assert pool.retrieve("amber", 1) == ""
+    pool.fill_pool([game()])
+    assert pool.retrieve("amber") == ""
     assert pool.num_failed_calls == 2 and not pool.records
-    assert capsys.readouterr().out.count(words) == 2
-
-
-def test_functions_that_hang_are_not_called_for_ever(capsys, monkeypatch):
-    monkeypatch.setattr(het, "RETRIEVER_TIME_LIMIT", 0.01)
-    pool, calls = het.ExperiencePool(het.Args()), []
-    pool.retriever = lambda question, top_k: calls.append(question) or time.sleep(5)
-    assert [pool.retrieve(name, 1) for name in "abcde"] == [""] * 5
-    assert calls == ["a", "b", "c"] and pool.num_failed_calls == 3
-    assert capsys.readouterr().out.count("is not called again") == 1
-
-
-def test_notes_are_plain_strings():
-    """An environment may choose its topics with NumPy; torch.load refuses such strings in a checkpoint."""
-    pool = het.ExperiencePool(het.Args())
-    pool.add(np.str_("amber"), np.str_("red"), 0)
-    assert [type(value) for value in pool.records[0].values()] == [str, str, int]
+    assert capsys.readouterr().out.count("an error, or no result within 0 seconds") == 2
 
 
 def test_a_retriever_must_return_a_text(capsys):
     pool = het.ExperiencePool(het.Args())
     pool.retriever = lambda question, top_k: ["a list"]
-    assert pool.retrieve("amber", 1) == "" and pool.num_failed_calls == 1
+    assert pool.retrieve("amber") == "" and pool.num_failed_calls == 1
     pool.retriever = lambda question, top_k: f"{question} {top_k}"
-    assert pool.retrieve("amber", 1) == "amber 3"
+    assert pool.retrieve("amber") == "amber 3"
 
 
 def test_the_summarizer_sees_failures_and_the_built_in_one_leaves_them_out():
     pool, seen = het.ExperiencePool(het.Args()), []
     built_in = pool.summarizer
     pool.summarizer = lambda episodes, ask: seen.extend(episodes) or built_in(episodes, ask)
-    pool.fill_pool([game(1), game(2, success=False)], 4)
+    pool.fill_pool([game(1), game(2, success=False)])
     assert [(e["task"], e["success"], e["topic"]) for e in seen] == [
         (1, True, "amber"),
         (2, False, "amber"),
     ]
     assert seen[0]["text"].endswith("> red\nopen") and seen[0]["turns"][0]["reward"] == 1.0
-    assert pool.records == [dict(topic="amber", text="amber : red", step=4)]
+    assert pool.records == [dict(topic="amber", text="amber : red")]
 
 
 # --- trajectory replay ---
@@ -389,8 +371,8 @@ def test_presets():
         "mixed",
         "discard",
     )
-    assert not het.Args(method="baseline").uses_pool
-    assert het.Args(method="baseline", imitate_iterations=3).uses_pool
+    assert not het.Args(method="baseline").uses_advice
+    assert het.Args(method="baseline", imitate_iterations=3).uses_advice
     for args in (het.Args(), het.Args(enable=False), het.Args(method="ec")):
         assert replace(args) == args == het.Args(**asdict(args)), "a fork may copy its options"
 
@@ -401,31 +383,16 @@ def test_presets():
         (dict(train_sample_expmode="keep"), "method het contradicts --train-sample-expmode keep"),
         (dict(train_rollout_expmode="woexp"), "method het contradicts --train-rollout-expmode"),
         (dict(method="ei", enable=False), "--no-enable contradicts --method ei"),
-        (dict(group_size=1), "--group-size 1: must be at least 2"),
-        (dict(retire_solved=True), "needs --use-experience-replay"),
+        (dict(group_size=1), "--group-size must be at least 2"),
+        (dict(retire_solved=True), "--retire-solved needs --use-experience-replay"),
         (dict(replay_old_logp="recorded"), "needs --use-experience-replay"),
-        (dict(exp_ratio=0.1, use_experience_replay=True), "--exp-ratio 0.1: it is 0 of 8 after"),
-        (
-            dict(method="baseline", imitate_iterations=2, rollout_expratio=0.1),
-            "--rollout-expratio 0.1: it is 0 of 8 after",
-        ),
-        (dict(num_tasks=1), "of 1 tasks 0 keep the advice"),
-        (dict(exp_ratio=0.25), "--exp-ratio 0.25 needs --use-experience-replay"),
-        (dict(method="baseline", val_summarizer_save=True), "so --val-summarizer-save does noth"),
-        (dict(method="sft", imitate_iterations=2), "contradicts --no-enable, --method sft"),
-        (dict(imitate_iterations=2, train_rollout_expmode="all"), "--imitate-iterations plays"),
+        (dict(exp_ratio=0.25), "--exp-ratio needs --use-experience-replay"),
+        (dict(method="sft", use_experience_replay=True), "imitation cannot be combined"),
+        (dict(method="baseline", val_summarizer_save=True), "--val-summarizer-save does nothing"),
         (dict(chat_template=True, model_name="x"), "--chat-template needs --max-turn-tokens 2"),
-        (dict(rollout_expratio=0.1), "--rollout-expratio 0.1: it is 0 of 8 after"),
-        (dict(method="baseline", summarizer="x"), "no episode gets advice, so --summarizer x"),
-        (
-            dict(
-                method="sft",
-                train_rollout_expmode="woexp",
-                val_rollout_expmode="woexp",
-                experience_pool="x",
-            ),
-            "no episode gets advice",
-        ),
+        (dict(chat_template=True, max_turn_tokens=2), "--chat-template needs --model-name"),
+        (dict(system_prompt="x"), "--system-prompt needs --chat-template"),
+        (dict(method="baseline", summarizer="x"), "--summarizer does nothing: no episode gets adv"),
     ],
 )
 def test_an_option_without_effect_is_refused(options, message):

@@ -23,7 +23,7 @@ def page(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*sys.path])
     for name in ("house", "seams", "services"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    het.load_module.cache_clear()
+    het.load_file.cache_clear()
     text = (ROOT / "docs" / "het_grpo.md").read_text(encoding="utf-8")
     for name, block in re.findall(r"Save this as `(\w+\.\w+)`:\n\n```\w+\n(.*?)```", text, re.S):
         (tmp_path / name).write_text(block, encoding="utf-8")
@@ -84,16 +84,16 @@ def test_the_built_in_summarizer_of_the_page_is_that_of_the_script(page, monkeyp
     for name in (None, f"{page}/seams.py:actions_of_successes"):
         pool = het.ExperiencePool(het.Args(summarizer=name))
         t = het.Trajectory(1, topic="lamp", success=True, experience="lamp : kitchen")
-        pool.fill_pool([t, het.Trajectory(2, topic="rope", experience="rope : attic")], 0)
+        pool.fill_pool([t, het.Trajectory(2, topic="rope", experience="rope : attic")])
         pools.append(pool.records)
-    assert pools[0] == pools[1] == [dict(topic="lamp", text="lamp : kitchen", step=0)]
+    assert pools[0] == pools[1] == [dict(topic="lamp", text="lamp : kitchen")]
 
 
 def test_a_malformed_note_does_not_discard_the_others(monkeypatch, capsys):
     pool = het.ExperiencePool(het.Args())
     notes = [("lamp", "kitchen"), ("rope", 3), "attic", ["rope", "attic"]]
     monkeypatch.setattr(pool, "summarizer", lambda episodes, ask: notes)
-    pool.fill_pool([], 0)
+    pool.fill_pool([])
     assert [record["text"] for record in pool.records] == ["kitchen", "attic"]
     assert pool.num_failed_calls == 1, "one call, with two malformed notes"
     assert "--summarizer returned [('lamp', 'kitchen'), ('rope', 3)" in capsys.readouterr().out
@@ -122,6 +122,7 @@ def test_a_service_keeps_the_notes(page, server):
     assert found[0]["top_k"] == het.RETRIEVE_TOP_K and "Where is the" in found[0]["query"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_without_a_server_the_run_goes_on_and_counts(page, monkeypatch, capsys):
     monkeypatch.setenv("LLM_URL", "http://127.0.0.1:9/none")
     metrics = run(page, summarizer=f"{page}/services.py:endpoint")
