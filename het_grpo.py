@@ -675,7 +675,7 @@ class ExperiencePool:
 
     def __init__(self, args):
         self.records: list[dict] = []  # notes: topic and text
-        self.num_failed_calls = 0  # on rank 0, in metrics and checkpoints
+        self.num_failed_calls = 0  # on this rank
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
         # A note with this text, the longer half of the template, would be advice inside advice.
         self.template_text = max(args.experience_template.split("{}"), key=len).strip()
@@ -718,7 +718,7 @@ class ExperiencePool:
             return self.search(question)
         advice = call_within_limit(RETRIEVER_TIME_LIMIT, self.retriever, question, RETRIEVE_TOP_K)
         if isinstance(advice, str):
-            return advice
+            return str(advice)  # a checkpoint cannot hold a subclass such as numpy.str_
         self.count_failure("--retriever", advice)
         return ""
 
@@ -741,10 +741,12 @@ class ExperiencePool:
 
     def load(self, path: str):
         for number, line in enumerate(open(path, "rb"), 1):
+            if not line.strip():
+                continue
             try:
                 record = json.loads(line)
                 note = (record["topic"], record["text"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 note = None
             if not self.is_note(note):
                 sys.exit(
@@ -754,10 +756,16 @@ class ExperiencePool:
             self.add(*note)
 
     def state_dict(self) -> dict:
-        return dict(records=self.records, num_failed_calls=self.num_failed_calls)
+        return dict(records=self.records, num_failed_calls=self.failed_calls())
 
     def load_state_dict(self, state: dict):
-        vars(self).update(state)
+        self.records = state["records"]
+        if rank() == 0:
+            self.num_failed_calls = state["num_failed_calls"]
+
+    def failed_calls(self) -> int:
+        """Calls that failed on all ranks."""
+        return sum(gather_objects(self.num_failed_calls))
 
 
 # --- replay: recorded successes ---
@@ -1136,7 +1144,7 @@ def main(args: Args) -> dict[str, float]:
         # them. Only after that recorded ones may replace them.
         batch["old_logprobs"], entropy = compute_log_prob(policy, batch, args)
         mismatch = {}
-        if options.method != "sft":  # its samples may be old
+        if options.method != "sft" or iteration == 1:  # later its samples may be old
             mismatch = logprob_mismatch(batch, iteration)
         if args.use_experience_replay:
             record_episodes(manager, trajectories, batch, entropy)
@@ -1174,7 +1182,7 @@ def main(args: Args) -> dict[str, float]:
         metrics = {
             "global_step": global_step,
             "exp/pool_size": num_notes,
-            "exp/failed_calls": pool.num_failed_calls,
+            "exp/failed_calls": pool.failed_calls(),
             "charts/learning_rate": learning_rate,
             "charts/SPS": len(fresh) / (rollout_time + update_time),  # episodes per second
             "time/rollout": rollout_time,
@@ -1184,7 +1192,7 @@ def main(args: Args) -> dict[str, float]:
         if args.use_experience_replay:
             metrics |= replay_metrics(manager, replayed, iteration)
         run.log(metrics, samples)
-        print_status(progress, iteration, metrics, args)
+        print_status(progress, iteration, metrics, options)
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
             state = {name: part.state_dict() for name, part in parts.items()}
@@ -1676,7 +1684,11 @@ def print_status(progress, iteration: int, metrics: dict, args):
 
 
 def print_episodes(samples: list[dict]):
-    for sample in (samples[0], samples[-1]):
+    """Print the first episode without advice and the first one with advice."""
+    first_of_kind = {}
+    for sample in samples:
+        first_of_kind.setdefault(bool(sample["advice"]), sample)
+    for sample in first_of_kind.values():
         advice = sample["advice"] or "none"
         print(f"--- task {sample['task']}, reward {sample['reward']:g}, advice: {advice}")
         print(sample["text"])
@@ -1804,6 +1816,8 @@ def titled_help():
 POSITIVE = """num_threads eval_every eval_size save_every num_train_tasks max_turns num_tasks
     group_size max_turn_tokens temperature num_iterations learning_rate update_epochs
     num_minibatches gradient_accumulation_steps off_cliprange_high""".split()
+NOT_NEGATIVE = """init_exp_before_training updated_freq imitate_iterations ent_coef lora_rank
+    experience_rbound""".split()
 SHARES = ["rollout_expratio", "train_sample_keepratio", "exp_ratio"]
 NEEDS = {  # an option -> another one, without which it does nothing
     "exp_ratio": "use_experience_replay",
@@ -1820,6 +1834,12 @@ def as_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_typed(args, name: str) -> str:
+    """An option and its value."""
+    value = getattr(args, name)
+    return as_flag(name) if value is True else f"{as_flag(name)} {value}"
+
+
 def check_method(args):
     """Raise ValueError if an option contradicts --method. sft accepts all of them."""
     free = {"val_rollout_expmode"}
@@ -1828,33 +1848,51 @@ def check_method(args):
     if args.method != "baseline" and args.train_rollout_expmode == "all":
         free.add("train_rollout_expmode")
     for name, value in METHODS[args.method].items():
-        typed = getattr(args, name)
-        if typed != value and name not in free and args.method != "sft":
-            raise ValueError(f"--method {args.method} contradicts {as_flag(name)} {typed}")
+        is_typed = getattr(args, name) != value
+        if is_typed and name not in free and args.method != "sft":
+            raise ValueError(f"--method {args.method} contradicts {as_typed(args, name)}")
 
 
 def check_options(args):
     """Raise ValueError if a value makes no sense. tyro prints it as a command-line error."""
     for name in POSITIVE:
         if not getattr(args, name) > 0:  # this refuses NaN as well
-            raise ValueError(f"{as_flag(name)} must be positive")
+            raise ValueError(f"{as_typed(args, name)}: must be positive")
+    for name in NOT_NEGATIVE:
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"{as_typed(args, name)}: must not be negative")
     for name in SHARES:
         if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"{as_flag(name)} must be from 0 to 1")
+            raise ValueError(f"{as_typed(args, name)}: must be from 0 to 1")
     for name, other in NEEDS.items():
         is_default = getattr(args, name) == getattr(Args, name)
         if not is_default and not getattr(args, other):
-            raise ValueError(f"{as_flag(name)} needs {as_flag(other)}")
+            raise ValueError(f"{as_typed(args, name)} needs {as_flag(other)}")
     for name in ONLY_WITH_ADVICE:
         if getattr(args, name) and not args.uses_advice:
-            raise ValueError(f"{as_flag(name)} does nothing: no episode gets advice")
+            raise ValueError(f"{as_typed(args, name)} does nothing: no episode gets advice")
     for name in ("env", "summarizer", "retriever"):
         path, suffix, _ = (getattr(args, name) or "").partition(".py:")
         if suffix and not Path(path + ".py").is_file():
-            raise ValueError(f"{as_flag(name)}: there is no file {path}.py")
+            raise ValueError(f"{as_typed(args, name)}: there is no file {path}.py")
     imitates = args.method == "sft" or args.imitate_iterations > 0
     is_bfloat16 = args.weights_dtype == "bfloat16"
+    num_keeping = num_chosen(args.num_tasks, args.train_sample_keepratio)
+    num_replayed = num_chosen(args.num_tasks, args.exp_ratio)
     problems = {
+        "--imitate-iterations contradicts --no-enable, --method sft and --train-rollout-expmode "
+        "all": args.imitate_iterations
+        and (not args.enable or args.method == "sft" or args.train_rollout_expmode == "all"),
+        f"--train-sample-keepratio {args.train_sample_keepratio}: {num_keeping} of "
+        f"{args.num_tasks} tasks keep the advice, and --method het needs both kinds": (
+            args.method == "het" and not 0 < num_keeping < args.num_tasks
+        ),
+        f"--exp-ratio {args.exp_ratio} of {args.num_tasks} tasks is no task": (
+            args.use_experience_replay and args.exp_ratio > 0 and num_replayed == 0
+        ),
+        f"--exp-select-mode {args.exp_select_mode} needs replay or imitation": (
+            args.exp_select_mode != "argmin" and not (imitates or args.use_experience_replay)
+        ),
         f"--experience-pool: there is no file {args.experience_pool}": (
             args.experience_pool and not Path(args.experience_pool).is_file()
         ),
@@ -2025,8 +2063,9 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -2061,6 +2100,8 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
+    else:
+        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

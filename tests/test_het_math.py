@@ -135,7 +135,7 @@ def test_the_pool_has_a_cap_no_doubles_and_refuses(monkeypatch):
         ("[1, 2]", False),
         (b"\xff\xfe", False),
     ]
-    + [("", False), ('{"topic": "a", "text": "one\u2028line"}', True)]
+    + [("[" * 100_000, False), ('{"topic": "a", "text": "one\u2028line"}', True)]
     + [(json.dumps(dict(topic="a", text=NASTY)), True)],
 )
 def test_pool_file(line, fine, tmp_path):
@@ -149,6 +149,14 @@ def test_pool_file(line, fine, tmp_path):
         return
     with pytest.raises(SystemExit, match="pool.jsonl: line 2"):
         pool.load(path)
+
+
+def test_blank_lines_of_a_pool_file_are_skipped(tmp_path):
+    path = tmp_path / "pool.jsonl"
+    path.write_text(json.dumps(dict(topic="a", text="b")) + "\n\n")
+    pool = pool_of()
+    pool.load(path)
+    assert pool.records == [dict(topic="a", text="b")]
 
 
 # --- summarizers and retrievers that fail ---
@@ -386,13 +394,23 @@ def test_presets():
         (dict(group_size=1), "--group-size must be at least 2"),
         (dict(retire_solved=True), "--retire-solved needs --use-experience-replay"),
         (dict(replay_old_logp="recorded"), "needs --use-experience-replay"),
-        (dict(exp_ratio=0.25), "--exp-ratio needs --use-experience-replay"),
+        (dict(exp_ratio=0.25), "--exp-ratio 0.25 needs --use-experience-replay"),
+        (dict(exp_ratio=0.1, use_experience_replay=True), "--exp-ratio 0.1 of 8 tasks is no task"),
+        (dict(num_tasks=1), "0 of 1 tasks keep the advice"),
+        (dict(train_sample_keepratio=1.0), "8 of 8 tasks keep the advice"),
+        (dict(updated_freq=-1), "--updated-freq -1: must not be negative"),
+        (dict(ent_coef=float("nan")), "--ent-coef nan: must not be negative"),
+        (dict(lora_rank=-1), "--lora-rank -1: must not be negative"),
+        (dict(exp_select_mode="argmax", method="ec"), "argmax needs replay or imitation"),
+        (dict(method="sft", imitate_iterations=2), "contradicts --no-enable, --method sft"),
+        (dict(imitate_iterations=2, train_rollout_expmode="all"), "--imitate-iterations contrad"),
+        (dict(imitate_iterations=2, method="baseline", enable=False), "contradicts --no-enable"),
         (dict(method="sft", use_experience_replay=True), "imitation cannot be combined"),
         (dict(method="baseline", val_summarizer_save=True), "--val-summarizer-save does nothing"),
         (dict(chat_template=True, model_name="x"), "--chat-template needs --max-turn-tokens 2"),
         (dict(chat_template=True, max_turn_tokens=2), "--chat-template needs --model-name"),
-        (dict(system_prompt="x"), "--system-prompt needs --chat-template"),
-        (dict(method="baseline", summarizer="x"), "--summarizer does nothing: no episode gets adv"),
+        (dict(system_prompt="x"), "--system-prompt x needs --chat-template"),
+        (dict(method="baseline", summarizer="x"), "--summarizer x does nothing: no episode gets"),
     ],
 )
 def test_an_option_without_effect_is_refused(options, message):
