@@ -1586,7 +1586,7 @@ def write_video(path, agent, env):
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1674,7 +1674,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
