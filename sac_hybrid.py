@@ -661,7 +661,7 @@ class FrameBuffer:
         actor = int(record["ranks"])
         capacity = len(self.slots)
         start = self.newest_frame.get(actor, -capacity)
-        is_kept = start > self.num_frames - capacity  # also when next_obs is written
+        is_kept = start > self.num_frames - capacity  # it is not in the slot that next_obs takes
         if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
             start = self.write_frame(record["obs"], -1)
         end = self.write_frame(record["next_obs"], start)
@@ -1322,7 +1322,7 @@ class BarWorld(gym.Env):
     def render(self):
         """Each arm from above and, in the lower half, from the side; tilt does not show.
         -> (640,320*arms,3) uint8"""
-        from PIL import Image, ImageDraw
+        from PIL import Image, ImageDraw  # matplotlib installs it
 
         image = Image.new("RGB", (320 * self.num_arms, 640), "white")
         canvas = ImageDraw.Draw(image)
@@ -1563,17 +1563,17 @@ def check_memory(num_bytes):
 # --- video ---
 def take_picture(robot, caption: str):
     """render() of the environment, or else the images that the policy sees, under a caption"""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageOps  # matplotlib installs it
 
     render = getattr(robot.env, "render", lambda: None)
     picture = render()
     if picture is None:
         picture = np.concatenate([value for value in robot.obs.values() if value.ndim == 3], 1)
     zoom = math.ceil(320 / len(picture))
-    picture = picture.repeat(zoom, 0).repeat(zoom, 1)
-    image = Image.fromarray(np.pad(picture, ((30, 0), (0, 0), (0, 0)), constant_values=255))
+    image = ImageOps.scale(Image.fromarray(picture), zoom, Image.Resampling.NEAREST)
+    image = ImageOps.expand(image, (0, 30, 0, 0), "white")
     ImageDraw.Draw(image).text((14, 4), caption, "black", font_size=18)
-    return np.asarray(image)
+    return image
 
 
 def film(robot, player: str, act, seed):
@@ -1589,7 +1589,7 @@ def film(robot, player: str, act, seed):
 def write_video(path, robot, agent):
     """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
     them beside the policy."""
-    from PIL import Image  # matplotlib installs it
+    from PIL import Image
 
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
