@@ -998,7 +998,6 @@ class Progress:
     """The state of a run besides the agent and the buffers"""
 
     global_step: int = 0  # environment steps
-    is_eval_due: bool = True  # the first evaluation follows the first episode
     updates_due: float = 0.0
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
@@ -1044,6 +1043,7 @@ def train(args, device, robots):
     newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
+    is_eval_due = progress.global_step == 0  # the first evaluation follows the first episode
     is_save_due = False
     signals = Signals()
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
@@ -1074,10 +1074,10 @@ def train(args, device, robots):
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
-            progress.is_eval_due |= progress.global_step % args.eval_every == 0
-            if is_last or (episode_ended and progress.is_eval_due):
+            is_eval_due = is_eval_due or progress.global_step % args.eval_every == 0
+            if is_last or (episode_ended and is_eval_due):
                 row = select_policy(state, actor.robot)
-                progress.is_eval_due = False
+                is_eval_due = False
 
             # 4 log
             count_record(progress, record)
@@ -1207,9 +1207,10 @@ def to_array(name, value, shape: tuple | None = None):
         value = value[0]
     is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
     if not (is_image or value.ndim == 1) or shape not in (None, value.shape):
-        expected = shape or "a vector or (H,W,channels)"
-        found = f"{value.dtype} {value.shape}"
-        raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
+        raise ValueError(
+            f"{name} is {value.dtype} {value.shape}: expected {shape or 'a vector or (H,W,channels)'}"
+            "; images are uint8"
+        )
     value = value.astype(np.uint8 if is_image else np.float32)
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
