@@ -600,6 +600,7 @@ SCALARS = (
     "interventions",  # 1 if a human replaced the action
     "takeovers",  # 1 on the first step of an intervention
     "demos",  # 1 in a demonstration
+    "ranks",  # rank of the process that acted
     *RESULTS,
 )
 
@@ -613,49 +614,64 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim):
 
 
 class FrameBuffer:
-    """A ring of frames that stores each frame once. An episode of n transitions takes n + 1 slots
-    in a row.
+    """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    The slot of a frame also has the action, the reward and so on of the transition that ends with
-    this frame. The transition starts with the frame in the slot before.
+    Frames are numbered in the order of writing, and frame n is in slot n % capacity. The slot of
+    the last frame of a transition also has its action, reward and so on, and `starts` has there the
+    number of its first frame. `starts` is -1 where no transition ends.
+    With capacity 4, after the episodes a -> b -> c and d -> e:
+
+        slot         0    1    2    3
+        frame        e    b    c    d     e has overwritten a, which was number 0
+        number       4    1    2    3
+        starts       3    0    1   -1
+        transition d->e  a->b b->c  -
+        can be drawn yes  no   yes  -     a is gone
     """
 
     def __init__(self, capacity, record_dtype):
         names = ("next_obs", "actions", "rewards", "masks", "grasp_penalty")
         slot_dtype = [(name, record_dtype[name]) for name in names]
         self.slots = np.zeros(capacity, slot_dtype)  # memory is taken when a slot is written
-        self.is_end = np.zeros(capacity, bool)  # a transition ends in this slot
+        self.starts = np.full(capacity, -1)
         self.num_frames = 0  # written so far
+        self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
+
+    def ends(self):
+        """The slots of the transitions that can be drawn: their first frame is still in the ring"""
+        oldest = max(0, self.num_frames - len(self.slots))
+        return np.flatnonzero(self.starts >= oldest)
 
     def __len__(self):
         return len(self.ends())
 
-    def ends(self):
-        """The slots in which a transition ends"""
-        return np.flatnonzero(self.is_end)
+    def read_frames(self, numbers):
+        return self.slots["next_obs"][numbers % len(self.slots)]
 
-    def write_frame(self, frame, is_end):
-        """Write the next slot.  -> its number"""
+    def write_frame(self, frame, start):
         slot = self.num_frames % len(self.slots)
         self.slots["next_obs"][slot] = frame
-        self.is_end[slot] = is_end
-        self.is_end[(slot + 1) % len(self.slots)] = False  # the first frame of this one is gone
+        self.starts[slot] = start
         self.num_frames += 1
-        return slot
+        return self.num_frames - 1
 
     def insert(self, record):
-        """Write the frames of a transition. If its first frame equals the newest one, the episode
-        continues, and this frame is not written again."""
-        newest = self.slots["next_obs"][(self.num_frames - 1) % len(self.slots)]
-        if self.num_frames == 0 or newest.tobytes() != record["obs"].tobytes():
-            self.write_frame(record["obs"], False)
-        end = self.write_frame(record["next_obs"], True)
+        """Write the frames of a transition. If its first frame equals the last one of this actor,
+        the episode continues and the first frame is not written again."""
+        actor = int(record["ranks"])
+        capacity = len(self.slots)
+        start = self.newest_frame.get(actor, -capacity)
+        is_kept = start > self.num_frames - capacity  # it is not in the slot that next_obs takes
+        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
+            start = self.write_frame(record["obs"], -1)
+        end = self.write_frame(record["next_obs"], start)
         for name in ("actions", "rewards", "masks", "grasp_penalty"):
-            self.slots[name][end] = record[name]
+            self.slots[name][end % capacity] = record[name]
+        self.newest_frame[actor] = end
 
     def read(self, ends):
-        """The transitions that end in these slots.  -> the slots (N,), their first frames (N,)"""
-        return self.slots[ends], self.slots["next_obs"][ends - 1]
+        """The transitions in these slots.  -> contents of the slots (N,), first frames (N,)"""
+        return self.slots[ends], self.read_frames(self.starts[ends])
 
 
 def store(record, online_rb, demo_rb):
@@ -868,6 +884,7 @@ class Robot:
             grasp_penalty=to_array("grasp_penalty", penalty, (1,)).item(),
             interventions=is_human,
             takeovers=is_human and not self.was_human,
+            ranks=rank(),
             success_rate=has_succeeded(self.rewards, terminated, info),
             episodic_return=sum(self.rewards),
             episodic_length=len(self.rewards),
