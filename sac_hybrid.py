@@ -178,7 +178,6 @@ class Args:
         must_be_positive = (
             "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
             "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics", "init_alpha",
-            "buffer_size",
         )  # fmt: skip
         for name, value in vars(self).items():
             option = f"--{name.replace('_', '-')} {value}"
@@ -190,11 +189,13 @@ class Args:
                 raise ValueError(f"{option}: must be in [0, 1]")
         if self.num_sampled_critics > self.num_critics:
             raise ValueError("--num-sampled-critics must be at most --num-critics")
+        if self.buffer_size < 2:
+            raise ValueError("--buffer-size must be at least 2: a transition has two frames")
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
             raise ValueError(
-                "--num-demos, --intervention-steps, --human expert, --create-data and --test are"
-                " for the built-in environment only"
+                f"--env-id {self.env_id}: --num-demos, --intervention-steps, --human expert,"
+                " --create-data and --test are for the built-in environment only"
             )
         if self.algorithm == "bc" and not (self.num_demos or self.demo_paths):
             raise ValueError("--algorithm bc needs demonstrations: --demo-paths or --num-demos")
@@ -295,7 +296,7 @@ class ImageEncoder(nn.Module):  # hybrid: images
         weights = x.flatten(2).softmax(-1).view_as(x)
         _, _, height, width = x.shape
         if min(height, width) == 1:
-            raise ValueError("the convolutions leave one row or one column of an image")
+            raise ValueError("a camera image is too small beside that of the largest camera")
         rows = torch.linspace(-1, 1, height, device=x.device)
         columns = torch.linspace(-1, 1, width, device=x.device)
         mean_row = weights.sum(3) @ rows  # (N,16)
@@ -314,6 +315,9 @@ class Encoder(nn.Module):  # hybrid: images
         self.vector_keys = [key for key in obs_shapes if key not in self.image_keys]
         state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
+        channels = {key: obs_shapes[key][-1] for key in self.image_keys}
+        if len(set(channels.values())) > 1:
+            raise ValueError(f"the cameras have {channels} channels: expected equal numbers")
         if self.image_keys:  # one encoder for all cameras, made for the one with the most rows
             self.image = ImageEncoder(max(obs_shapes[key] for key in self.image_keys))
             self.dim += self.image.dim * len(self.image_keys)
@@ -792,19 +796,24 @@ class Robot:
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
         if (
             not (is_vector and space.is_bounded())
+            or (space.low == space.high).any()
             or len(space.low) % num_arms
             or len(space.low) <= num_grippers
         ):
-            sys.exit(
-                f"--env-id {args.env_id} has actions {space}: expected a bounded Box that fits "
-                f"--setup-mode {args.setup_mode}"
-            )
-        parameters = inspect.signature(self.env.reset).parameters
-        self.takes_seed = bool({"seed", "kwargs"} & parameters.keys())
+            expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
+            sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
+        try:
+            inspect.signature(self.env.reset).bind(seed=0)
+            self.takes_seed = True
+        except TypeError:
+            self.takes_seed = False
+            print("reset() takes no seed: evaluations of different runs have different episodes")
         first_obs = self.reset_env(seed=0)
-        keys = args.image_keys or sorted(first_obs)
-        first_obs = select_obs(first_obs, dict.fromkeys(keys))
-        obs_shapes = {key: list(value.shape) for key, value in first_obs.items()}
+        obs_shapes = {}
+        for key in args.image_keys or sorted(first_obs):
+            if key not in first_obs:
+                sys.exit(f"--image-keys {key}: the environment observes {sorted(first_obs)}")
+            obs_shapes[key] = list(to_array(key, first_obs[key]).shape)
         spaces = dict(obs_shapes=obs_shapes, low=space.low.tolist(), high=space.high.tolist())
         self.set_spaces(args, spaces)
 
@@ -954,6 +963,7 @@ class ActorThread(threading.Thread):
         self.newest = newest
         self.arrivals = arrivals
         self.may_continue = threading.Semaphore(0)
+        self.is_stopped = False
         self.start()
 
     def run(self):
@@ -963,6 +973,8 @@ class ActorThread(threading.Thread):
                 self.arrivals.put((self, record))
                 if self.waits_after(record):
                     self.may_continue.acquire()
+                if self.is_stopped:
+                    return
         except BaseException as error:
             self.arrivals.put((self, error))  # instead of a record; the learner raises it
 
@@ -971,14 +983,17 @@ class ActorThread(threading.Thread):
 
 
 # --- evaluate ---
-def evaluate_policy(agent, robot, group, first_seed, num_episodes):
+def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals):
     """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
 
-    Episodes in which a human acted are failures, and the other means leave them out.
+    Episodes in which a human acted are failures, and the other means leave them out. A signal ends
+    the evaluation without a result.
     """
     weights = agent.acting_weights()
     results = np.zeros(num_episodes, robot.record_dtype)
     for i in range(num_episodes):
+        if signals.received:
+            return {}
         results[i] = robot.play_policy(first_seed + i, weights)
     results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
@@ -993,12 +1008,13 @@ def evaluate_policy(agent, robot, group, first_seed, num_episodes):
     return metrics
 
 
-def select_policy(state, robot):
+def select_policy(state, robot, signals):
     """Evaluate the policy, and keep it if no earlier one was better: by success, then by return,
     then by speed.  -> the metrics of the evaluation"""
     agent = state.agent
     progress = state.progress
-    row = evaluate_policy(agent, robot, "eval", 10_000, agent.args.eval_episodes)
+    row = evaluate_policy(agent, robot, "eval", 10_000, agent.args.eval_episodes, signals)
+    progress.is_eval_due = signals.received and not row
     if row:
         score = [row["eval/success_rate"], row["eval/episodic_return"]]
         score.append(-row["eval/episodic_length"])
@@ -1019,6 +1035,7 @@ class Progress:
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
     human_takeovers: int = 0
+    is_eval_due: bool = True  # the first evaluation follows the first episode
     sums: dict = field(default_factory=dict)  # of each statistic since the last logged line
     counts: dict = field(default_factory=dict)  # numbers in each sum
     best_score: list[float] = field(default_factory=list)
@@ -1050,7 +1067,7 @@ class State:
     save_dir: Path  # of checkpoint_{step}.pth and final_model.pth
 
 
-def train(args, device, robots):
+def train(args, device, robots, signals):
     """The learner: receive transitions, update, evaluate, log and save.  -> the last metrics"""
     state = start_run(args, device, robots[0])
     run = state.run
@@ -1060,12 +1077,19 @@ def train(args, device, robots):
     newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
-    is_eval_due = progress.global_step == 0  # the first evaluation follows the first episode
     is_save_due = False
-    signals = Signals()
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
-    actors = [ActorThread(robot, steps, newest, arrivals) for robot in robots]
+    actors = []
     try:
+        if progress.is_eval_due and progress.global_step > 0:  # it was cut off
+            row = select_policy(state, robots[0], signals)
+            if row:
+                run.log({"global_step": progress.global_step} | row)
+        if signals.received:
+            sys.exit("stopped before the first step")
+        for robot in robots:
+            actors.append(ActorThread(robot, steps, newest, arrivals))
+
         while progress.global_step < args.max_steps:
             # 1 receive a transition; with --utd 0 update until one arrives
             if args.utd == 0 and progress.global_step > args.training_starts:
@@ -1079,6 +1103,7 @@ def train(args, device, robots):
             episode_ended = record["dones"] > 0
             store(record, state.online_rb, state.demo_rb)
             record_file.write(record.tobytes())
+            count_record(progress, record)
 
             # 2 update `utd` times, and copy the weights to the actors
             if progress.global_step > args.training_starts:
@@ -1091,13 +1116,12 @@ def train(args, device, robots):
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
-            is_eval_due = is_eval_due or progress.global_step % args.eval_every == 0
-            if is_last or (episode_ended and is_eval_due):
-                row = select_policy(state, actor.robot)
-                is_eval_due = False
+            if is_last or progress.global_step % args.eval_every == 0:
+                progress.is_eval_due = True
+            if progress.is_eval_due and (episode_ended or is_last):
+                row = select_policy(state, actor.robot, signals)
 
             # 4 log
-            count_record(progress, record)
             if is_last or progress.global_step % args.log_interval == 0:
                 row |= take_metrics(state)
             if row:
@@ -1118,17 +1142,19 @@ def train(args, device, robots):
             if actor.waits_after(record):
                 actor.may_continue.release()
     finally:  # after the last step, a signal or an error: keep what was learned
-        list(steps)  # takes the other steps away: each robot ends its step and begins no other one
-        save_run(state, record_file)
         for actor in actors:
-            actor.may_continue.release()
-            actor.join()  # the thread leaves the environment; another Ctrl-C does not wait for it
-        record_file.close()
-        signals.release()
+            actor.is_stopped = True  # each robot ends its step and begins no other one
+        try:
+            save_run(state, record_file)
+        finally:
+            for actor in actors:
+                actor.may_continue.release()
+                actor.join()  # it leaves the environment; another Ctrl-C does not wait for it
+            record_file.close()
     bar.close()
     if progress.global_step >= args.max_steps:
-        finish_run(state, robots[0])
-    else:
+        finish_run(state, robots[0], signals)
+    if signals.received:
         print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
     return run.newest
 
@@ -1159,25 +1185,26 @@ def take_metrics(state):
 def main(args: Args) -> dict[str, float]:
     if args.create_data or args.test:
         return create_data_or_test(args)
-    is_new = args.run_dir is None or not Path(args.run_dir).exists()
-    if not is_new and not args.resume:
+    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
+    is_new = not (args.run_dir and Path(args.run_dir, "args.json").exists())
     if is_new and args.save_dir and any(Path(args.save_dir).glob("*.pth")):
         sys.exit(
             f"--save-dir {args.save_dir} has models of another run; they are never overwritten"
         )
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
+    signals = Signals()
     groups = join_ranks()
-    if rank() > 0:
-        Signals()  # the learner decides when the run ends
+    if rank() > 0:  # the learner decides when the run ends
         with closing(Robot(args)) as robot:
             serve(robot, groups[rank()])
         return {}
     robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
     try:
-        return train(args, device, robots)
+        return train(args, device, robots, signals)
     finally:
+        signals.release()
         for robot in robots:
             robot.close()
 
@@ -1201,7 +1228,9 @@ def make_env(args: Args):
     if ".py:" in args.env_id:
         path, _, name = args.env_id.rpartition(":")
         sys.path.insert(0, str(Path(path).resolve().parent))  # the file may import its neighbors
-        env_class = runpy.run_path(path)[name]
+        env_class = runpy.run_path(path).get(name)
+        if env_class is None:
+            sys.exit(f"--env-id {args.env_id}: there is no class {name} in {path}")
         action_dim = 6 * num_arms + num_grippers
         env = env_class(list(args.image_keys or ["image"]), action_dim)
         if not hasattr(env, "action_space"):
@@ -1498,50 +1527,51 @@ def read_obs(transition, name, obs_shapes):
     return tuple(select_obs(as_dict(raw), obs_shapes).values())
 
 
-def read_file(path, robot):
-    """The records of a .pkl or .npz file, whose actions are in the units of the environment.
+def read_transition(transition: dict, robot, last_commands):
+    """Convert a transition of a file, whose action is in the units of the environment.  -> record
 
     If `masks` is missing, it is 1 - dones: the target bootstraps at no end of an episode. If
     `grasp_penalty` is missing, it is computed from the commands of the gripper.
     """
-    transitions = read_transitions(path)
-    size = len(transitions) * robot.record_dtype.itemsize
-    # A small pickle can name one array in many rows, and each row becomes a copy of it.
-    if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-        raise ValueError(f"it would take {size} bytes of memory")
-    if not transitions:
-        raise ValueError("there are no transitions")
-    open_grippers = np.ones(robot.layout.num_grippers)
-    last_commands = open_grippers
-    for transition in transitions:
-        record = np.zeros((), robot.record_dtype)
-        record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
-        record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
-        record["actions"] = robot.normalize("actions", transition["actions"])
-        commands = record["actions"][robot.layout.gripper]
-        last_commands, num_toggles = hold_grippers(commands, last_commands)
-        numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": GRASP_PENALTY * num_toggles}
-        numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
-        for name in ("rewards", "dones", "masks", "grasp_penalty"):
-            record[name] = to_array(name, numbers[name], (1,)).item()
-        if not 0 <= record["masks"] <= 1:
-            raise ValueError("masks must be in [0,1]")
-        if record["dones"]:
-            last_commands = open_grippers
-        yield record
+    record = np.zeros((), robot.record_dtype)
+    record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
+    record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
+    record["actions"] = robot.normalize("actions", transition["actions"])
+    _, num_toggles = hold_grippers(record["actions"][robot.layout.gripper], last_commands)
+    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": GRASP_PENALTY * num_toggles}
+    numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
+    for name in ("rewards", "dones", "masks", "grasp_penalty"):
+        record[name] = to_array(name, numbers[name], (1,)).item()
+    if not 0 <= record["masks"] <= 1:
+        raise ValueError("masks must be in [0,1]")
+    return record
 
 
-def read_demos(paths, robot):
+def read_demos(paths, robot, option="--demo-paths"):
     """The records of all files. A file that cannot be read ends the run with a sentence."""
     records = []
     for path in paths:
-        row = 0
+        place = path
         try:
-            for record in read_file(path, robot):
+            transitions = read_transitions(path)
+            size = len(transitions) * robot.record_dtype.itemsize
+            # A small pickle can name one array in many rows, and each row becomes a copy of it.
+            if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
+                raise ValueError(f"it would take {size} bytes of memory")
+            if not transitions:
+                raise ValueError("there are no transitions")
+            open_grippers = np.ones(robot.layout.num_grippers)
+            last_commands = open_grippers
+            for row, transition in enumerate(transitions):
+                place = f"{path}, row {row}"
+                record = read_transition(transition, robot, last_commands)
+                commands = record["actions"][robot.layout.gripper]
+                last_commands, _ = hold_grippers(commands, last_commands)
+                if record["dones"]:
+                    last_commands = open_grippers
                 records.append(record)
-                row += 1
         except Exception as error:  # a damaged file can raise any type
-            sys.exit(f"{path}, row {row}: {type(error).__name__}: {error}")
+            sys.exit(f"{option} {place}: {type(error).__name__}: {error}")
     return records
 
 
@@ -1580,23 +1610,30 @@ def take_picture(robot, caption: str):
 def film(robot, player: str, act, seed):
     """Play an episode.  -> its pictures"""
     robot.reset(seed)
-    pictures = [take_picture(robot, player)]
+    pictures = [take_picture(robot, f"{player}, step 0")]
     while not robot.is_done:
-        robot.step(act(robot.obs))
-        pictures.append(take_picture(robot, player))
+        record = robot.step(act(robot.obs))
+        caption = f"{player}, step {len(pictures)}"
+        if robot.is_done:
+            caption += ": success" if record["success_rate"] else ": time-out"
+        pictures.append(take_picture(robot, caption))
     return pictures
 
 
-def write_video(path, robot, agent):
+def write_video(path, robot, agent, signals):
     """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
     them beside the policy."""
     from PIL import Image
 
+    if not hasattr(robot.env, "render") and not agent.critic.encoder.image_keys:
+        raise ValueError("the environment has no images and no render()")
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
         players = {"human": lambda obs: robot.env.human(), "policy": agent.act}
     frames = []
     for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
+        if signals.received:
+            raise InterruptedError("a signal ends the run")
         clips = [film(robot, player, act, seed) for player, act in players.items()]
         num_pictures = max(len(clip) for clip in clips) + 3  # the last picture stays for a moment
         for i in range(num_pictures):
@@ -1715,7 +1752,7 @@ CURVES = {
 }
 
 
-def finish_run(state, robot):
+def finish_run(state, robot, signals):
     """Save the best policy, test it on new episodes, and draw the pictures."""
     run = state.run
     agent = state.agent
@@ -1724,15 +1761,15 @@ def finish_run(state, robot):
     if state.progress.best_agent is not None:
         agent.restore(state.progress.best_agent)
     write_checkpoint(state.save_dir / "final_model.pth", agent.checkpoint())
-    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
+    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes, signals)
     success = "not tested"
     if report:
         success = f"{report['report/success_rate']:.2f}"
         run.log({"global_step": global_step} | report)
     run.finish(CURVES, "environment steps")
-    if report and args.capture_video and not isinstance(robot, RemoteRobot):
+    if args.report_episodes and args.capture_video and not isinstance(robot, RemoteRobot):
         try:
-            write_video(run.dir / "policy.gif", robot, agent)
+            write_video(run.dir / "policy.gif", robot, agent, signals)
         except Exception as error:  # a renderer can raise any type
             print(f"there is no policy.gif: {error}")
     seconds = run.newest["time"]
@@ -1804,13 +1841,16 @@ def parse_args() -> Args:
         saved = json.loads(path.read_text(encoding="utf-8"))
         defaults = {name: saved[name] for name in vars(Args()) if name in saved}
     args = tyro.cli(Args, description=__doc__, default=Args(**defaults))
-    print(f"defaults: {defaults}")
+    if rank() == 0:
+        print(f"defaults for {first.run_dir if is_resumed else first.env_id}: {defaults}")
     for name, default in defaults.items():
         value = getattr(args, name)
-        if value != default:
-            option = f"--{name.replace('_', '-')}"
-            if is_resumed and name in ONLY_AT_START:
-                sys.exit(f"--resume cannot change {option} from {default}")
+        if value == default or name == "resume":
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if is_resumed and name in ONLY_AT_START:
+            sys.exit(f"--resume cannot change {option} from {default}")
+        if rank() == 0:
             print(f"changed: {option} {default} -> {value}")
     return args
 
@@ -1835,27 +1875,37 @@ def start_run(args, device, robot) -> State:
     print(
         f"the policy sees {robot.obs_shapes}; the action dims {robot.layout.gripper} are grippers"
     )
+    if ".py:" in args.env_id and args.utd > 0:
+        print(f"after each step the robot waits for {args.utd:g} updates; --utd 0 avoids it")
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
-    if args.resume and Path(args.run_dir, "latest.pth").exists():
-        run, progress = load_run(args, agent, robot)
-    else:
-        # The files are read first: a file that cannot be used leaves no folder behind.
-        failures = read_demos(args.failure_paths, robot)
+    is_new = not (args.resume and Path(args.run_dir, "latest.pth").exists())
+    if is_new:
+        records = read_demos(args.failure_paths, robot, "--failure-paths")
         demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
         for record in demos:
             record["demos"] = 1
-        run = Run(args)
-        progress = Progress(spaces=robot.spaces)
-        data = b"".join(record.tobytes() for record in failures + demos)
-        (run.dir / "records.bin").write_bytes(data)
-
+        records += demos
+    else:
+        run, progress = load_run(args, agent, robot)
+        records = read_records(run.dir / "records.bin", robot.record_dtype)
     online_rb = FrameBuffer(args.buffer_size, robot.record_dtype)
     demo_rb = FrameBuffer(args.buffer_size, robot.record_dtype)
-    for record in read_records(run.dir / "records.bin", robot.record_dtype):
+    for record in records:
         store(record, online_rb, demo_rb)
-    num_frames = max(online_rb.num_frames, demo_rb.num_frames)
-    if progress.global_step == 0 and num_frames > args.buffer_size:
-        sys.exit(f"--buffer-size {args.buffer_size}: the demonstrations have {num_frames} frames")
+
+    if is_new:  # only here it makes a folder: data that cannot be used leave none behind
+        num_frames = demo_rb.num_frames
+        if num_frames > args.buffer_size:
+            sys.exit(
+                f"--buffer-size {args.buffer_size}: the demonstrations have {num_frames} frames"
+            )
+        run = Run(args)
+        progress = Progress(spaces=robot.spaces)
+        path = run.dir / "records.bin"
+        if path.exists():  # --resume of a run that ended before it saved
+            kept = path.rename(run.dir / f"records_{time.time_ns()}.bin")
+            print(f"there is no checkpoint: the run starts again; {kept} has its old transitions")
+        path.write_bytes(b"".join(record.tobytes() for record in records))
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
     return State(run, agent, online_rb, demo_rb, progress, save_dir)
@@ -1896,8 +1946,9 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True

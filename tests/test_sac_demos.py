@@ -338,12 +338,13 @@ def test_hostile_pickles_do_nothing(tmp_path):
     dump(path, [DEMOS[0] | {"rewards": np.complex64(1)}])
     refused(path, "dtype c8: not supported")
     path.write_bytes(pickle.dumps([Evil(os.system, "true")]))
-    refused(path, "posix.system")  # the message says what it named
+    refused(path, "--demo-paths", "posix.system")  # the message says what it named
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(SystemExit, match="none.pkl, row 0: FileNotFoundError"):
-        read_demos([str(tmp_path / "none.pkl")], ROBOT)
+def test_a_missing_file_is_named_with_its_option(tmp_path):
+    path = tmp_path / "none.pkl"
+    with pytest.raises(SystemExit, match="^--failure-paths .*none.pkl: FileNotFoundError"):
+        read_demos([str(path)], ROBOT, "--failure-paths")
 
 
 def test_mutations_are_read_or_refused(tmp_path):

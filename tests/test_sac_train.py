@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -55,6 +56,7 @@ FLAGS = [
     if name != "capture_video"
     for word in (f"--{name}", str(value))
 ]
+NO_SIGNAL = SimpleNamespace(received=False)
 COMMAND = [sys.executable, str(ROOT / "sac_hybrid.py"), "--no-capture-video", *FLAGS]
 
 
@@ -382,7 +384,7 @@ def test_an_environment_may_have_a_penalty_of_its_own(tmp_path):
 
 def test_a_rescued_episode_is_no_success(tmp_path, capsys):
     robot = Robot(own(tmp_path, "Rescued"))
-    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4)
+    metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 4, NO_SIGNAL)
     assert metrics["eval/success_rate"] == 0.5 and metrics["eval/steps_to_success"] == 10
     assert "in 2 of 4 episodes" in capsys.readouterr().out
 
@@ -401,7 +403,7 @@ def test_a_human_in_a_wrapper_in_the_middle_is_told():
 def test_evaluation_is_without_human(tmp_path, capsys):
     for name, counted in (("ScriptedHuman", False), ("Polite", True)):
         robot = Robot(own(tmp_path, name))
-        metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 3)
+        metrics = evaluate_policy(robot.acting_agent, robot, "eval", 0, 3, NO_SIGNAL)
         assert bool(metrics) == counted  # no episode left: the policy is not judged
         assert ("in 3 of 3 episodes" in capsys.readouterr().out) != counted
     metrics = main(own(tmp_path, "ScriptedHuman", eval_episodes=2, report_episodes=2))
@@ -432,10 +434,15 @@ def test_success_in_the_words_of_hil_serl(tmp_path):
 
 
 def test_observations_that_cannot_be_used_are_named(tmp_path):
+    camera = '"image": self.camera'
+    two = OWN.replace(camera, f'"depth": self.camera[..., :1], {camera}')
+    with pytest.raises(ValueError, match="'depth': 1, 'image': 3} channels: expected equal"):
+        main(own(tmp_path, "Polite", two))
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"depth is float32 \(32, 32\): .*images are uint8"):
         Robot(own(tmp_path, "Depth"))
     with pytest.raises(
-        ValueError, match=r"observation has \['image', 'proprio'\]: expected \['wrist'\]"
+        SystemExit, match="--image-keys wrist: the environment observes .*image.*proprio"
     ):
         Robot(own(tmp_path, "Polite", image_keys=["wrist"]))
     robot = Robot(own(tmp_path, "Chunked"))
@@ -469,6 +476,19 @@ def test_a_learner_that_fails_saves_and_closes_the_arm(utd, tmp_path, monkeypatc
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] == 17 and not acting()
     assert (tmp_path / "closed").exists()
+
+
+def test_a_save_that_fails_stops_and_closes_the_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(sac_hybrid, "save_run", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        main(own(tmp_path, "Polite"))
+    assert not acting() and (tmp_path / "closed").exists()
+
+
+def test_a_run_in_a_thread_gets_no_signals(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        metrics = pool.submit(main, own(tmp_path, "Polite")).result()
+    assert metrics["global_step"] == 10
 
 
 def test_the_arm_stops_before_a_failed_learner_saves(tmp_path, monkeypatch):
@@ -507,14 +527,15 @@ def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
     assert sum("report/success_rate" in row for row in rows(tmp_path / "run")) == 1
 
 
-def keep_first(state, robot):
+def keep_first(state, robot, signals):
+    state.progress.is_eval_due = False
     state.progress.best_agent = state.progress.best_agent or state.agent.checkpoint()
     return {}
 
 
 def test_a_start_that_fails_closes_the_arm(tmp_path):
     (tmp_path / "demo.pkl").write_bytes(b"damaged")
-    with pytest.raises(SystemExit, match="demo.pkl"):
+    with pytest.raises(SystemExit, match="--demo-paths"):
         main(own(tmp_path, "Polite", demo_paths=[str(tmp_path / "demo.pkl")]))
     assert (tmp_path / "closed").exists() and not (tmp_path / "run").exists()
 
@@ -600,11 +621,11 @@ def test_an_environment_that_cannot_be_made_is_named_with_its_option(tmp_path):
     (tmp_path / "bare.py").write_text("class Bare:\n    pass\n")
     for env_id, reason in (
         (f"{tmp_path}/none.py:Bare", "none.py"),
-        (f"{tmp_path}/bare.py:Bear", "Bear"),
+        (f"{tmp_path}/bare.py:Bear", "there is no class Bear"),
         (f"{tmp_path}/bare.py:Bare", "takes no arguments"),
         ("Foo-v0", "Foo"),
     ):
-        with pytest.raises((KeyError, OSError, TypeError, gym.error.Error), match=reason):
+        with pytest.raises((SystemExit, OSError, TypeError, gym.error.Error), match=reason):
             Robot(Args(env_id=env_id, setup_mode="single-arm-fixed-gripper"))
 
 
@@ -619,7 +640,7 @@ def test_a_gripper_needs_another_action_dim():
         Robot(Args(env_id="Pendulum-v1"))
 
 
-def test_a_class_with_a_seed_gets_it(tmp_path):
+def test_a_class_with_a_seed_gets_it_and_one_without_is_named(tmp_path, capsys):
     source = (
         OWN
         + """
@@ -631,14 +652,32 @@ class Seeded(Polite):
 
 
 class Wrapper(Seeded):
-    def reset(self, **kwargs):
-        return super().reset(**kwargs)
+    def reset(self, **kw):
+        return super().reset(**kw)
 """
     )
     for name in ("Seeded", "Wrapper"):
         robot = Robot(own(tmp_path, name, source))
         robot.reset(7)
-        assert robot.env.seed == 7
+        assert robot.env.seed == 7 and "takes no seed" not in capsys.readouterr().out
+    Robot(own(tmp_path, "Polite"))
+    assert "reset() takes no seed" in capsys.readouterr().out
+
+
+def test_an_action_that_cannot_move_is_refused(tmp_path):
+    source = (
+        OWN
+        + """
+
+class Stuck(Polite):
+    def __init__(self, image_keys, action_dim):
+        import gymnasium as gym
+        super().__init__(image_keys, action_dim)
+        self.action_space = gym.spaces.Box(np.float32([-1, 0]), np.float32([1, 0]))
+"""
+    )
+    with pytest.raises(SystemExit, match="Box"):
+        Robot(own(tmp_path, "Stuck", source))
 
 
 # --- the loop ---
@@ -686,7 +725,7 @@ def test_the_best_policy_is_kept_and_judged_on_other_episodes(tmp_path, monkeypa
     scores = iter([(0.0, 20), (0.5, 9), (0.8, 8), (0.8, 6), (0.8, 7), (0.1, 9)])
     asked = []
 
-    def judge(agent, robot, group, first_seed, episodes):
+    def judge(agent, robot, group, first_seed, episodes, signals):
         asked.append((agent.updates, group, first_seed))
         success, length = next(scores)
         names = ("success_rate", "episodic_return", "episodic_length")
@@ -723,6 +762,12 @@ def test_the_actor_waits_for_the_learner(utd, tmp_path, monkeypatch):
     monkeypatch.setattr(Robot, "take_turn", look)
     main(Args(**TINY | dict(max_steps=40, utd=utd), run_dir=str(tmp_path / "run")))
     assert seen == [(step, int(utd * max(0, step - 20))) for step in range(40)]
+
+
+@pytest.mark.parametrize("utd", [2.0, 0.0])
+def test_the_user_is_told_that_the_arm_waits(utd, tmp_path, capsys):
+    main(own(tmp_path, "Polite", utd=utd))
+    assert ("robot waits for 2 updates; --utd 0" in capsys.readouterr().out) == (utd > 0)
 
 
 def test_a_free_running_learner_does_not_hold_up_the_arm(tmp_path, monkeypatch):
@@ -845,7 +890,7 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--max-steps", "75"])
     args = parse_args()
     assert (args.algorithm, args.batch_size, args.lr, args.max_steps) == ("bc", 12, 0.002, 75)
-    assert "changed: --max-steps 45 -> 75" in capsys.readouterr().out
+    assert re.findall("changed: .*", capsys.readouterr().out) == ["changed: --max-steps 45 -> 75"]
     metrics = main(args)
     assert metrics["buffer/demo_rows"] == 12
     saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
@@ -902,6 +947,14 @@ def test_resumed_losses_are_on_the_device_of_the_agent(tmp_path):
     assert (tmp_path / "records.bin").read_bytes() == b"sav"
 
 
+def test_one_rank_prints_the_defaults(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x"])
+    for rank, is_printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        parse_args()
+        assert ("defaults for" in capsys.readouterr().out) == is_printed
+
+
 def test_another_utd_on_resume_neither_bursts_nor_stalls(tmp_path):
     run = str(tmp_path / "run")
     main(Args(**TINY, run_dir=run))  # 80 updates
@@ -911,7 +964,7 @@ def test_another_utd_on_resume_neither_bursts_nor_stalls(tmp_path):
     assert metrics["charts/updates"] == 125
 
 
-def test_resume_without_a_checkpoint_starts_again(tmp_path):
+def test_resume_without_a_checkpoint_starts_again(tmp_path, capsys):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("half a line")
@@ -921,6 +974,8 @@ def test_resume_without_a_checkpoint_starts_again(tmp_path):
     assert rows(run) == rows(tmp_path / "whole")
     records = [(folder / "records.bin").read_bytes() for folder in (run, tmp_path / "whole")]
     assert records[0] == records[1]
+    (kept,) = run.glob("records_*.bin")  # they may be the only ones of an hour with an arm
+    assert kept.read_bytes() == b"half a record" and kept.name in capsys.readouterr().out
 
 
 class Wide:
@@ -950,6 +1005,8 @@ def test_models_of_another_run_are_never_overwritten(tmp_path):
     main(own(tmp_path, "Polite", **options))
     kept = (tmp_path / "models" / "final_model.pth").read_bytes()
     for resume in (False, True):  # --resume may start a new run
+        if resume:
+            (tmp_path / "new").mkdir()  # nor does a folder make it the same run
         with pytest.raises(SystemExit, match="--save-dir .*another run"):
             main(own(tmp_path, "Polite", **options, resume=resume, run_dir=str(tmp_path / "new")))
     assert (tmp_path / "models" / "final_model.pth").read_bytes() == kept
@@ -993,35 +1050,61 @@ def signal_at(monkeypatch, owner, name, nth):
 def test_ctrl_c_ends_a_free_running_learner(tmp_path, monkeypatch):
     """An actor that does not wait for the learner starts no other episode after a signal."""
     signal_at(monkeypatch, sac_hybrid, "store", 3)
-    main(own(tmp_path, "Polite", max_steps=400, utd=0.0))
+    main(own(tmp_path, "Polite", max_steps=10**9, utd=0.0))
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] == 10 and not acting()
 
 
-@pytest.mark.parametrize("nth", [2, 4])  # of 2 episodes each: the first, the last evaluation
-def test_a_signal_in_an_evaluation_ends_the_run_after_it(nth, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("nth", [2, 4, 6])  # of 2 episodes each: the first, the second evaluation
+def test_a_signal_cuts_an_evaluation_which_resume_repeats(nth, tmp_path, monkeypatch, capsys):
     options = TINY | dict(eval_episodes=2, eval_every=60, report_episodes=2)
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         signal_at(patch, Robot, "play_policy", nth)
+        played = []
+        play_policy = Robot.play_policy
+        patch.setattr(Robot, "play_policy", lambda *args: played.append(1) or play_policy(*args))
         main(Args(**options, run_dir=str(run)))
-    assert ("stopped and saved" in capsys.readouterr().out) == (nth == 2)
+    assert len(played) == nth and "stopped and saved" in capsys.readouterr().out
     main(Args(**options, run_dir=str(run), resume=True))
     main(Args(**options, run_dir=str(tmp_path / "whole")))
     evaluated = [
         [row for row in rows(folder) if "eval/success_rate" in row]
         for folder in (run, tmp_path / "whole")
     ]
-    assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 2
+    keys = ["global_step", *(f"eval/{name}" for name in sac_hybrid.RESULTS)]
+    one, two = [[[row[key] for key in keys] for row in found] for found in evaluated]
+    assert one == two and len(one) == 2
     assert rows(run)[-1] == rows(tmp_path / "whole")[-1]
 
 
-def test_ctrl_c_before_the_first_step_moves_no_robot(tmp_path, monkeypatch):
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])  # of 2 episodes each: the first, the last evaluation
+def test_an_evaluation_that_fails_is_repeated(nth, tmp_path, monkeypatch):
+    """A second Ctrl-C, or an error"""
+    options = TINY | dict(eval_episodes=2, eval_every=60, report_episodes=2, log_interval=7)
+    play_policy = Robot.play_policy
+    results = [play_policy] * (nth - 1) + [mock.Mock(side_effect=KeyboardInterrupt)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Robot, "play_policy", lambda *args: results.pop(0)(*args))
+        with pytest.raises(KeyboardInterrupt):
+            main(Args(**options, run_dir=str(tmp_path / "run")))
+    main(Args(**options, run_dir=str(tmp_path / "run"), resume=True))
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    one, two = [
+        [[row[key] for key in row if key.startswith("eval/")] for row in rows(tmp_path / name)]
+        for name in ("run", "whole")
+    ]
+    assert [row for row in one if row] == [row for row in two if row]
+    one, two = [torch.load(tmp_path / name / "final_model.pth") for name in ("run", "whole")]
+    assert one["updates"] == two["updates"]
+
+
+def test_a_signal_before_the_first_step_moves_no_robot(tmp_path, monkeypatch):
     signal_at(monkeypatch, sac_hybrid, "read_demos", 1)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match="before the first step"):
         main(own(tmp_path, "Once", max_steps=40))
     assert (tmp_path / "closed").exists() and not acting()
-    assert main(own(tmp_path, "Polite", max_steps=10))["buffer/online_size"] == 10
+    assert main(own(tmp_path, "Polite", max_steps=10, resume=True))["buffer/online_size"] == 10
 
 
 def test_a_second_ctrl_c_saves_and_closes_the_arm(tmp_path):
@@ -1050,7 +1133,7 @@ def test_a_second_ctrl_c_saves_and_closes_the_arm(tmp_path):
 
 
 def test_close_waits_until_the_thread_has_left_the_environment(tmp_path, monkeypatch):
-    """A human resets the arm when the learner fails."""
+    """A human resets the arm for longer than the first wait when the learner fails."""
     source = OWN.replace("assert not self.closed", "self.go()").replace(
         "import torch", "import time\nimport torch"
     )
@@ -1061,6 +1144,10 @@ def test_close_waits_until_the_thread_has_left_the_environment(tmp_path, monkeyp
         Path(__file__).with_name("closed_inside" if self.closed else "moved").touch()
 
     def close(self):""",
+    )
+    join = threading.Thread.join
+    monkeypatch.setattr(
+        ActorThread, "join", lambda thread, timeout=None: join(thread, timeout and timeout / 10)
     )
     monkeypatch.setattr(sac_hybrid, "store", mock.Mock(side_effect=OSError))
     with pytest.raises(OSError):
@@ -1167,7 +1254,8 @@ def test_pictures_of_the_built_in_environment(tmp_path, monkeypatch, capsys):
     assert len(frames) > 10 and frames[0].shape == (670, 640, 3)
     assert all((one != two).any() for one, two in zip(frames, frames[1:], strict=False))
     human, policy = [[c for c in captions if c.startswith(name)] for name in ("human", "policy")]
-    assert human and policy
+    assert human[0] == "human, step 0" and policy[0] == "policy, step 0"
+    assert sum(caption.endswith(": success") for caption in captions) == 4  # two episodes of each
     assert Image.open(tmp_path / "run" / "curves.png").size[0] > 1000
     lines = capsys.readouterr().out.splitlines()[-3:]
     assert re.fullmatch(r"success rate 1\.00, 30 environment steps, \d+ s", lines[0])
@@ -1186,7 +1274,9 @@ def test_pictures_of_a_gymnasium_id(tmp_path):
 @pytest.mark.parametrize("name, size", [("Renders", (380, 420)), ("Polite", (350, 320))])
 def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
     """render() where there is one, else the images, enlarged"""
-    main(own(tmp_path, name, report_episodes=1))
+    with mock.patch.object(sac_hybrid, "take_picture", side_effect=sac_hybrid.take_picture) as take:
+        main(own(tmp_path, name, report_episodes=1))
+    assert take.call_args.args[1] == "policy, step 10: time-out"
     height, width = size
     frames = frames_of(tmp_path / "run" / "policy.gif")
     assert len(frames) == 11
@@ -1195,11 +1285,12 @@ def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
 
 @pytest.mark.parametrize("name", ["Blind", "NoDisplay"])
 def test_no_pictures_where_there_is_nothing_to_see(name, tmp_path, capsys):
-    reason = {"Blind": "need at least one array", "NoDisplay": "no display"}
-    step = Robot.step
-    with mock.patch.object(Robot, "step", autospec=True, side_effect=step) as steps:
+    reason = {"Blind": "the environment has no images and no render()", "NoDisplay": "no display"}
+    count = mock.patch.object(Robot, "step", autospec=True, side_effect=Robot.step)
+    with mock.patch.object(sac_hybrid, "film", side_effect=sac_hybrid.film) as film, count as steps:
         main(own(tmp_path, name, report_episodes=1))
     assert f"there is no policy.gif: {reason[name]}" in capsys.readouterr().out
+    assert film.called == (name == "NoDisplay")  # the arm does not move for nothing
     assert steps.call_count == 20  # ten of training, ten of the report: none for the video
     assert not (tmp_path / "run" / "policy.gif").exists()
 
@@ -1323,6 +1414,16 @@ def test_a_buffer_that_memory_cannot_hold(tmp_path):
 def test_demonstrations_that_the_buffer_cannot_hold(tmp_path):
     with pytest.raises(SystemExit, match=r"--buffer-size 20: the demonstrations have \d\d frames"):
         main(Args(**TINY | dict(buffer_size=20), run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_failed_episodes_are_no_demonstrations(tmp_path):
+    """Those that the buffer cannot hold are dropped, the oldest first."""
+    failures = sac_hybrid.make_demos(Args(**TINY), 5, success=False)
+    sac_hybrid.write_demos(tmp_path / "failures.pkl", failures)
+    options = TINY | dict(buffer_size=80, failure_paths=[str(tmp_path / "failures.pkl")])
+    assert len(failures) > 80
+    assert main(Args(**options, run_dir=str(tmp_path / "run")))["buffer/online_size"] < 80
 
 
 def test_fewer_steps_than_were_made_end_a_resumed_run(tmp_path):
@@ -1341,7 +1442,7 @@ def test_options_that_make_no_sense():
         (dict(max_steps=0), "--max-steps 0: must be positive"),
         (dict(gamma=1.5), "--gamma 1.5: must be in [0, 1]"),
         (dict(lr=float("inf")), "--lr inf: must be finite and not negative"),
-        (dict(buffer_size=0), "--buffer-size 0: must be positive"),
+        (dict(buffer_size=1), "--buffer-size must be at least 2"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             Args(**options)
