@@ -1092,10 +1092,13 @@ def train(args, device, robots, signals):
 
         while progress.global_step < args.max_steps:
             # 1 receive a transition; with --utd 0 update until one arrives
+            start_time = time.time()
             if args.utd == 0 and progress.global_step > args.training_starts:
                 while arrivals.empty():
                     learn(state)
+            waiting_since = time.time()
             actor, record = arrivals.get()
+            rollout_time = time.time() - waiting_since
             if isinstance(record, BaseException):  # the actor has failed
                 raise record
             progress.global_step += 1
@@ -1113,6 +1116,8 @@ def train(args, device, robots, signals):
                 progress.updates_due -= 1
                 learn(state)
             newest["weights"] = agent.acting_weights()
+            update_time = time.time() - start_time - rollout_time
+            progress.add({"time/rollout": rollout_time, "time/update": update_time})
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}

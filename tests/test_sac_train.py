@@ -688,6 +688,7 @@ def test_every_mode_trains(mode, tmp_path):
     assert np.isfinite(losses).all()
     assert ("losses/grasp_critic_loss" in metrics) == mode.endswith("learned-gripper")
     names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert min(metrics["time/rollout"], metrics["time/update"]) >= 0
     written = {"args.json", "metrics.jsonl", "summary.json", "records.bin"}
     assert names == written | {"latest.pth", "checkpoint_60.pth", "final_model.pth"}
 
