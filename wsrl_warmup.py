@@ -434,7 +434,7 @@ def compute_data_quality(  # warm-up: weights
 
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    """Make one step with each optimizer. If the norm of all gradients is not finite, change nothing.
     -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
@@ -444,10 +444,11 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     loss.backward(inputs=parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_skipped = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_skipped.device.type == "mps" and is_skipped:  # on this device Adam ignores found_inf
+    if is_skipped.device.type == "mps" and is_skipped:  # there Adam ignores found_inf, see below
         return is_skipped
     for optimizer in optimizers:
-        optimizer.found_inf = is_skipped  # if it is 1, fused Adam skips the step on the device
+        # Fused Adam does nothing if this tensor is 1. An `if` would wait for the GPU in each step.
+        optimizer.found_inf = is_skipped
         optimizer.step()
     return is_skipped
 
@@ -1585,7 +1586,7 @@ def write_video(path, agent, env):
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1602,12 +1603,12 @@ class Run:
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True, exist_ok=args.resume)
-        self.rows = list(rows)
-        self.start_time = time.time()
-        if self.rows:
-            self.start_time -= self.rows[-1]["time"]
-        lines = [json.dumps(row) + "\n" for row in self.rows]
-        (self.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        self.rows = []
+        self.newest = {}  # the last value of each metric
+        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        for row in rows:
+            self.write(row)
+        self.start_time = time.time() - self.newest.get("time", 0)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
@@ -1630,17 +1631,20 @@ class Run:
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
-        self.rows.append(row)
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self.write(row)
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
+    def write(self, row: dict):
+        self.rows.append(row)
+        self.newest |= row
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
     def finish(self, panels: dict[str, list[str]], xlabel):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        summary = json.dumps(self.newest, indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
@@ -1670,7 +1674,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")

@@ -219,9 +219,9 @@ def test_the_recipe_of_the_page_for_lerobot(version, tmp_path):
     subprocess.run(
         [sys.executable, tmp_path / "recipe.py", tmp_path, tmp_path / "demos.pkl"], check=True
     )
-    shapes = {"image": (64, 64, 3), "pose": (8,)}
+    shapes = {"image": [64, 64, 3], "pose": [8]}
     robot = Robot.__new__(Robot)  # without an environment
-    robot.set_spaces(Args(), shapes, np.full(7, -1.0, np.float32), np.ones(7, np.float32))
+    robot.set_spaces(Args(), dict(obs_shapes=shapes, low=[-1.0] * 7, high=[1.0] * 7))
     records = read(tmp_path / "demos.pkl", robot)
     assert records["obs"]["pose"][:, 0].tolist() == [0, 1, 10, 11]
     assert records["next_obs"]["pose"][:, 0].tolist() == [1, 2, 11, 12]

@@ -323,6 +323,18 @@ def test_a_copied_and_a_moved_agent_learns(move):
         assert not changed(kept, weights(original))
 
 
+def test_an_update_leaves_the_global_generator_alone():
+    """The environment may draw from it in another thread."""
+    one, two = make_agent(), make_agent()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    one.update(make_batch())
+    assert torch.rand(1) == expected
+    two.update(make_batch())  # whatever the state of the global generator is
+    assert not changed(weights(one), weights(two))
+
+
 @pytest.mark.parametrize("where", ["rewards", "state", "actions"])
 def test_nan_never_reaches_the_weights(where):
     agent = make_agent()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -433,6 +434,11 @@ def test_success_in_the_words_of_hil_serl(tmp_path):
 
 
 def test_observations_that_cannot_be_used_are_named(tmp_path):
+    camera = '"image": self.camera'
+    two = OWN.replace(camera, f'"depth": self.camera[..., :1], {camera}')
+    with pytest.raises(ValueError, match="'depth': 1, 'image': 3} channels: expected equal"):
+        main(own(tmp_path, "Polite", two))
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"depth is float32 \(32, 32\): .*images are uint8"):
         Robot(own(tmp_path, "Depth"))
     with pytest.raises(
@@ -472,6 +478,19 @@ def test_a_learner_that_fails_saves_and_closes_the_arm(utd, tmp_path, monkeypatc
     assert (tmp_path / "closed").exists()
 
 
+def test_a_save_that_fails_stops_and_closes_the_arm(tmp_path, monkeypatch):
+    monkeypatch.setattr(sac_hybrid, "save_run", mock.Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        main(own(tmp_path, "Polite"))
+    assert not acting() and (tmp_path / "closed").exists()
+
+
+def test_a_run_in_a_thread_gets_no_signals(tmp_path):
+    with ThreadPoolExecutor(1) as pool:
+        metrics = pool.submit(main, own(tmp_path, "Polite")).result()
+    assert metrics["global_step"] == 10
+
+
 def test_the_arm_stops_before_a_failed_learner_saves(tmp_path, monkeypatch):
     """With --utd 0 the arm does not wait for the learner, and writing the file takes time."""
     source = OWN.replace("assert not self.closed", "time.sleep(0.1)").replace(
@@ -508,9 +527,9 @@ def test_a_failure_at_the_end_keeps_the_newest_weights(tmp_path, monkeypatch):
     assert sum("report/success_rate" in row for row in rows(tmp_path / "run")) == 1
 
 
-def keep_first(agent, robot, progress, signals):
-    progress.is_eval_due = False
-    progress.best_agent = progress.best_agent or agent.checkpoint()
+def keep_first(state, robot, signals):
+    state.progress.is_eval_due = False
+    state.progress.best_agent = state.progress.best_agent or state.agent.checkpoint()
     return {}
 
 
@@ -536,8 +555,9 @@ def test_a_paused_robot_does_not_fill_the_memory():
     for record in sac_hybrid.make_demos(Args(**TINY), 1):
         demo_rb.insert(record)
     online_rb = sac_hybrid.FrameBuffer(2, Robot(Args(**TINY)).record_dtype)
+    state = sac_hybrid.State(None, agent, online_rb, demo_rb, progress, None)
     for _ in range(7):
-        sac_hybrid.learn(agent, online_rb, demo_rb, progress)
+        sac_hybrid.learn(state)
     assert agent.updates == 7 and progress.counts["losses/critic_loss"] == 7
     assert all(value.shape == () for value in progress.sums.values())
 
@@ -632,8 +652,8 @@ class Seeded(Polite):
 
 
 class Wrapper(Seeded):
-    def reset(self, **kwargs):
-        return super().reset(**kwargs)
+    def reset(self, **kw):
+        return super().reset(**kw)
 """
     )
     for name in ("Seeded", "Wrapper"):
@@ -668,6 +688,7 @@ def test_every_mode_trains(mode, tmp_path):
     assert np.isfinite(losses).all()
     assert ("losses/grasp_critic_loss" in metrics) == mode.endswith("learned-gripper")
     names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert min(metrics["time/rollout"], metrics["time/update"]) >= 0
     written = {"args.json", "metrics.jsonl", "summary.json", "records.bin"}
     assert names == written | {"latest.pth", "checkpoint_60.pth", "final_model.pth"}
 
@@ -870,7 +891,7 @@ def test_resume_takes_the_saved_options(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["x", "--run-dir", run, "--resume", "--max-steps", "75"])
     args = parse_args()
     assert (args.algorithm, args.batch_size, args.lr, args.max_steps) == ("bc", 12, 0.002, 75)
-    assert "changed: --max-steps 45 -> 75" in capsys.readouterr().out
+    assert re.findall("changed: .*", capsys.readouterr().out) == ["changed: --max-steps 45 -> 75"]
     metrics = main(args)
     assert metrics["buffer/demo_rows"] == 12
     saved = json.loads((tmp_path / "run" / "args.json").read_text(encoding="utf-8"))
@@ -968,7 +989,7 @@ class Wide:
 @pytest.mark.parametrize(
     "change, words",
     [
-        (Wide.camera.replace("8, 8", "6, 8"), r"'image': \(8, 8, 3\).*'image': \(6, 8, 3\)"),
+        (Wide.camera.replace("8, 8", "6, 8"), r"'image': \[8, 8, 3\].*'image': \[6, 8, 3\]"),
         (f"{Wide.camera}; {Wide.space}", r"'high': \[1.*'high': \[2"),
     ],
 )
@@ -985,6 +1006,8 @@ def test_models_of_another_run_are_never_overwritten(tmp_path):
     main(own(tmp_path, "Polite", **options))
     kept = (tmp_path / "models" / "final_model.pth").read_bytes()
     for resume in (False, True):  # --resume may start a new run
+        if resume:
+            (tmp_path / "new").mkdir()  # nor does a folder make it the same run
         with pytest.raises(SystemExit, match="--save-dir .*another run"):
             main(own(tmp_path, "Polite", **options, resume=resume, run_dir=str(tmp_path / "new")))
     assert (tmp_path / "models" / "final_model.pth").read_bytes() == kept
@@ -1028,7 +1051,7 @@ def signal_at(monkeypatch, owner, name, nth):
 def test_ctrl_c_ends_a_free_running_learner(tmp_path, monkeypatch):
     """An actor that does not wait for the learner starts no other episode after a signal."""
     signal_at(monkeypatch, sac_hybrid, "store", 3)
-    main(own(tmp_path, "Polite", max_steps=400, utd=0.0))
+    main(own(tmp_path, "Polite", max_steps=10**9, utd=0.0))
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] == 10 and not acting()
 
@@ -1054,6 +1077,27 @@ def test_a_signal_cuts_an_evaluation_which_resume_repeats(nth, tmp_path, monkeyp
     one, two = [[[row[key] for key in keys] for row in found] for found in evaluated]
     assert one == two and len(one) == 2
     assert rows(run)[-1] == rows(tmp_path / "whole")[-1]
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])  # of 2 episodes each: the first, the last evaluation
+def test_an_evaluation_that_fails_is_repeated(nth, tmp_path, monkeypatch):
+    """A second Ctrl-C, or an error"""
+    options = TINY | dict(eval_episodes=2, eval_every=60, report_episodes=2, log_interval=7)
+    play_policy = Robot.play_policy
+    results = [play_policy] * (nth - 1) + [mock.Mock(side_effect=KeyboardInterrupt)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Robot, "play_policy", lambda *args: results.pop(0)(*args))
+        with pytest.raises(KeyboardInterrupt):
+            main(Args(**options, run_dir=str(tmp_path / "run")))
+    main(Args(**options, run_dir=str(tmp_path / "run"), resume=True))
+    main(Args(**options, run_dir=str(tmp_path / "whole")))
+    one, two = [
+        [[row[key] for key in row if key.startswith("eval/")] for row in rows(tmp_path / name)]
+        for name in ("run", "whole")
+    ]
+    assert [row for row in one if row] == [row for row in two if row]
+    one, two = [torch.load(tmp_path / name / "final_model.pth") for name in ("run", "whole")]
+    assert one["updates"] == two["updates"]
 
 
 def test_a_signal_before_the_first_step_moves_no_robot(tmp_path, monkeypatch):
@@ -1084,7 +1128,7 @@ def test_a_second_ctrl_c_saves_and_closes_the_arm(tmp_path):
     message = process.stderr.readline()
     process.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
-    assert "finishes this episode" in message
+    assert "finishes its episode" in message
     saved = torch.load(tmp_path / "run" / "latest.pth")
     assert saved["progress"]["global_step"] >= 1 and (tmp_path / "closed").exists()
 
@@ -1212,6 +1256,7 @@ def test_pictures_of_the_built_in_environment(tmp_path, monkeypatch, capsys):
     assert all((one != two).any() for one, two in zip(frames, frames[1:], strict=False))
     human, policy = [[c for c in captions if c.startswith(name)] for name in ("human", "policy")]
     assert human[0] == "human, step 0" and policy[0] == "policy, step 0"
+    assert sum(caption.endswith(": success") for caption in captions) == 4  # two episodes of each
     assert Image.open(tmp_path / "run" / "curves.png").size[0] > 1000
     lines = capsys.readouterr().out.splitlines()[-3:]
     assert re.fullmatch(r"success rate 1\.00, 30 environment steps, \d+ s", lines[0])
@@ -1230,7 +1275,9 @@ def test_pictures_of_a_gymnasium_id(tmp_path):
 @pytest.mark.parametrize("name, size", [("Renders", (380, 420)), ("Polite", (350, 320))])
 def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
     """render() where there is one, else the images, enlarged"""
-    main(own(tmp_path, name, report_episodes=1))
+    with mock.patch.object(sac_hybrid, "take_picture", side_effect=sac_hybrid.take_picture) as take:
+        main(own(tmp_path, name, report_episodes=1))
+    assert take.call_args.args[1] == "policy, step 10: time-out"
     height, width = size
     frames = frames_of(tmp_path / "run" / "policy.gif")
     assert len(frames) == 11
@@ -1240,10 +1287,12 @@ def test_pictures_of_an_environment_of_ones_own(name, size, tmp_path):
 @pytest.mark.parametrize("name", ["Blind", "NoDisplay"])
 def test_no_pictures_where_there_is_nothing_to_see(name, tmp_path, capsys):
     reason = {"Blind": "the environment has no images and no render()", "NoDisplay": "no display"}
-    with mock.patch.object(sac_hybrid, "film", side_effect=sac_hybrid.film) as film:
+    count = mock.patch.object(Robot, "step", autospec=True, side_effect=Robot.step)
+    with mock.patch.object(sac_hybrid, "film", side_effect=sac_hybrid.film) as film, count as steps:
         main(own(tmp_path, name, report_episodes=1))
     assert f"there is no policy.gif: {reason[name]}" in capsys.readouterr().out
     assert film.called == (name == "NoDisplay")  # the arm does not move for nothing
+    assert steps.call_count == 20  # ten of training, ten of the report: none for the video
     assert not (tmp_path / "run" / "policy.gif").exists()
 
 
@@ -1361,6 +1410,29 @@ def test_a_buffer_that_memory_cannot_hold(tmp_path):
     with pytest.raises(SystemExit, match="GB of frames do not fit"):
         main(Args(**TINY | dict(buffer_size=10**9), run_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
+
+
+def test_demonstrations_that_the_buffer_cannot_hold(tmp_path):
+    with pytest.raises(SystemExit, match=r"--buffer-size 20: the demonstrations have \d\d frames"):
+        main(Args(**TINY | dict(buffer_size=20), run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_failed_episodes_are_no_demonstrations(tmp_path):
+    """Those that the buffer cannot hold are dropped, the oldest first."""
+    failures = sac_hybrid.make_demos(Args(**TINY), 5, success=False)
+    sac_hybrid.write_demos(tmp_path / "failures.pkl", failures)
+    options = TINY | dict(buffer_size=80, failure_paths=[str(tmp_path / "failures.pkl")])
+    assert len(failures) > 80
+    assert main(Args(**options, run_dir=str(tmp_path / "run")))["buffer/online_size"] < 80
+
+
+def test_fewer_steps_than_were_made_end_a_resumed_run(tmp_path):
+    run = tmp_path / "run"
+    main(Args(**TINY | dict(max_steps=40), run_dir=str(run)))
+    (run / "final_model.pth").unlink()
+    metrics = main(Args(**TINY | dict(max_steps=30), run_dir=str(run), resume=True))
+    assert metrics["global_step"] == 40 and (run / "final_model.pth").exists()
 
 
 def test_options_that_make_no_sense():
