@@ -10,20 +10,23 @@ plays each task several times, and the reward of an episode is compared with the
 
     pool = notes about a first round of episodes                         first_round
     repeat:
-        1. choose tasks; with replay, some come with a recorded success  ExperienceMixCollateFn
-        2. play the episodes of each task, some of them with advice      Player.play
+        1. choose tasks; replay adds a recorded success to some of them  ExperienceMixCollateFn
+        2. decide who gets advice, and play the episodes of each task    plan_episodes, Player.play
         3. join a prompt and each completion: a training sample          training_prompt  <- HET
         4. measure the log-probs of the completion after that prompt     compute_log_prob
-        5. advantage = (reward - mean of the group) / std of the group   group_advantages
+        5. advantage = (reward - mean of the group) / std of the group;  group_advantages
+           it is weaker for failures whose advice was stripped           weaken_stripped_failures
         6. several epochs of clipped policy-gradient steps               grpo_update
         7. evaluate                                                      validate
         8. pool += notes about the new episodes                          ExperiencePool.fill_pool
+        9. log and save
 
 Advice is a few notes from the pool, placed before the question. Hybrid experience training (HET;
 AgentEvolver, arXiv:2511.10395) decides which prompt a completion follows in the training sample.
-Here is an episode of the lock game, with the two samples that it can become:
+Here is an episode of the lock game, with the two samples that it can become. A sample is a prompt,
+then |, then the response:
 
-    prompt that was read   Some Related Experience ... amber : red blue gold red   lock amber room 03
+    prompt when played     Some Related Experience ... amber : red blue gold red  lock amber room 03
     turns                  red -> click 1, gold -> jam 1, blue -> click 2, ...
     sample that keeps      advice, lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
     sample that strips             lock amber room 03 | red click 1 gold jam 1 blue click 2 ...
@@ -32,9 +35,9 @@ Here is an episode of the lock game, with the two samples that it can become:
 --method decides who gets advice, and which samples keep it:
 
     baseline  no episode gets advice: GRPO
-    ec        half of each group gets advice; all samples keep it: the policy learns to use advice
-    ei        half of each group gets advice; all samples strip it: it learns to do without advice
-    het       half of each group gets advice; half of the tasks keep it, the other half strip it
+    ec        half of a group's new episodes get advice; all samples keep it: learn to use advice
+    ei        the same half gets advice; all samples strip it: learn to do without advice
+    het       the same half gets advice; half of the tasks keep it, the other half strip it
     sft       plays like het, but imitates the run's own successes; the simplest rival of het
 
 Replay (ExGRPO, arXiv:2510.02245): --use-experience-replay puts a recorded success into the groups
@@ -43,7 +46,7 @@ episodes fail, the group still has a gradient.
 
 The loss is not that of the GRPO paper: the clip is wider above than below, there is no KL penalty,
 and the mean is over all tokens of a minibatch. docs/het_grpo.md lists what differs from the papers.
-Names such as `samples_to_dataproto` are those of the documents that docs/design.md goes through.
+Names such as `samples_to_dataproto` come from the design documents; docs/design.md explains them.
 
 Shapes: B episodes in groups of n, P prompt tokens (left-padded), R response tokens (right-padded),
 V vocabulary, T tokens of a row. The response holds all turns. Only tokens of the agent have a loss.
@@ -108,8 +111,8 @@ MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer may take
 RETRIEVER_TIME_LIMIT = 10.0  # seconds that a retriever may take for a question
-WARM_START_STEPS = 400  # supervised steps of the tiny model (practice)
-PRACTICE = 1_000_000  # it practices on tasks from here on; each lock of them has its own secret
+WARM_START_STEPS = 400  # supervised steps of the tiny model before training, in `practice`
+PRACTICE = 1_000_000  # it practices on tasks from this number on; each of these locks has a secret
 
 # Who gets advice, and which training samples keep it.
 METHODS = {
@@ -168,7 +171,9 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # number of training tasks; the held-out tasks follow them
     max_turns: int = 7  # actions per episode
-    success_reward: float = 1.0  # return of a success, where info["success"] says nothing
+    success_reward: float = (
+        1.0  # least return of a success, if the environment has no info["success"]
+    )
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama from scratch)
     chat_template: bool = False  # format each prompt as a user message
@@ -192,12 +197,14 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     imitate_iterations: int = 0  # train the first iterations with --method sft
     # experience: notes before the question
-    method: Method = "het"  # sets the next options that are None; sft has a loss of its own
-    enable: bool = True  # --no-enable turns het, the default, into baseline (error: ec, ei, sft)
-    val_rollout_expmode: RolloutMode | None = None  # in evaluation: who gets advice (woexp: nobody)
-    train_rollout_expmode: RolloutMode | None = None  # in training: who gets advice (woexp: nobody)
+    method: Method = "het"  # who gets advice and who keeps it, see above; sft: imitation
+    enable: bool = True  # use advice; --no-enable is --method baseline
+    val_rollout_expmode: RolloutMode | None = (
+        None  # who gets advice in evaluation (None: see method)
+    )
+    train_rollout_expmode: RolloutMode | None = None  # and in training; woexp: without experience
     rollout_expratio: float = 0.5  # mixed: share of the episodes that get advice
-    train_sample_expmode: SampleMode | None = None  # samples keep the advice, discard it, or both
+    train_sample_expmode: SampleMode | None = None  # what samples do with it (None: see method)
     train_sample_keepratio: float | None = None  # hybrid: share of the tasks that keep it
     experience_template: str = TEMPLATE  # text before the question; {} is the advice
     experience_pool: str | None = None  # JSONL file with the first notes: topic and text
@@ -252,7 +259,7 @@ class Args:
         if iteration > self.imitate_iterations:
             return self
         changes = dict(METHODS["sft"], method="sft", imitate_iterations=0)
-        if self.method == "het":
+        if self.method == "het":  # only there this share is an option; elsewhere it is 0 or 1
             changes["train_sample_keepratio"] = self.train_sample_keepratio
         return replace(self, **changes)
 
@@ -378,7 +385,7 @@ def training_prompt(t: Trajectory) -> list[int]:
 
 
 def get_extra(t: Trajectory) -> dict:
-    """What decides how the tokens of a sample are treated: is it replayed, is it off-policy."""
+    """Whether a sample is replayed, and whether it is off-policy: stripped or replayed."""
     is_stripped = bool(t.advice) and not t.keep
     is_replayed = t.is_experience_replay
     return dict(is_experience_replay=is_replayed, off_policy=is_stripped or is_replayed)
@@ -403,8 +410,9 @@ def draw(count: int, share: float, rng) -> list[bool]:
 def groups_that_keep(num_groups: int, replayed: list[Trajectory], args, rng) -> set[int]:
     """The data_ids of the groups whose samples keep the advice. The other groups strip it.
 
-    A recorded success that had advice decides for its group, because its recorded log-probs belong
-    to the prompt of that time. Among the other groups we draw as many as the share still needs.
+    A recorded success that had advice decides for its group: it keeps the prompt of its time, to
+    which its recorded log-probs belong, and all members of a group have the same kind of prompt.
+    Among the other groups we draw as many as the share still needs.
     """
     decided = {t.data_id for t in replayed if t.advice}
     keeping = {t.data_id for t in replayed if t.advice and t.keep}
@@ -601,7 +609,7 @@ def samples_to_dataproto(trajectories: list[Trajectory], device) -> dict:
         row = tokenize_steps(t.steps, extra["is_experience_replay"])
         row["exp_mask"] = [x * extra["off_policy"] for x in row["response_mask"]]
         row["sampler_logprobs"] = t.sampler_logprobs
-        row["recorded_old_log_probs"] = t.old_log_probs or t.sampler_logprobs  # if not replayed
+        row["recorded_old_log_probs"] = t.old_log_probs or t.sampler_logprobs
         for name, values in row.items():
             columns[name].append(values)
     prompt_ids = pad([training_prompt(t) for t in trajectories], "left", -1)
@@ -677,7 +685,7 @@ class ExperiencePool:
         self.records: list[dict] = []  # notes: topic and text
         self.num_failed_calls = 0  # on this rank
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
-        # A note with this text, the longer half of the template, would be advice inside advice.
+        # A note must not contain the template. We look for the longer half of it.
         self.template_text = max(args.experience_template.split("{}"), key=len).strip()
         self.summarizer = summarize_successes
         if args.summarizer:
@@ -724,7 +732,7 @@ class ExperiencePool:
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
-        print(f"{option} returned {result!r:.300}; the run goes on without what it cannot use")
+        print(f"{option} gave {result!r:.300}; the run goes on without what it cannot use")
 
     def search(self, question: str) -> str:
         """Notes whose topics share the most words with the question; rare words count more."""
@@ -786,7 +794,10 @@ class ExperienceManager:
             self.num_successes[task] = self.args.group_size if all(results) else sum(results)
 
     def update_skip_uid_set_and_filter_trajectories(self, fresh: list[Trajectory]):
-        """--retire-solved: tasks retire when solved, until they fail.  -> what may be recorded"""
+        """Returns the successes that may be recorded. With --retire-solved, solved tasks retire.
+
+        A retired task comes back if it is played and fails. This happens if all tasks are retired.
+        """
         failed = {t.task for t in fresh if not t.success}
         self.skip_uid_set -= failed
         if self.args.retire_solved:
@@ -796,9 +807,9 @@ class ExperienceManager:
         return [t for t in fresh if t.success and t.task not in self.skip_uid_set]
 
     def preference(self, t: Trajectory) -> float:
-        """The lowest success is replayed, and a full memory drops the highest.
+        """The success with the lowest value is replayed. A full memory drops the highest value.
 
-        With --method sft, which records no entropies, the length takes their place.
+        The value is the entropy. --method sft records no entropies, and takes the length.
         """
         if self.args.exp_select_mode == "random":
             return 0.0  # a full memory drops the oldest
@@ -880,9 +891,9 @@ class ExperienceMixCollateFn:
         return experience_tasks, self.next_tasks(num_others, experience_tasks)
 
     def next_tasks(self, count: int, experience_tasks: list[int]) -> list[int]:
-        """The next tasks of the pass. Retired tasks are left out while there are others.
+        """The next tasks of the pass. Retired tasks are left out, unless there are no others.
 
-        A task that this iteration has already stays in the queue.
+        If a task is already in this iteration, it stays in the queue for the next one.
         """
         not_retired = set(self.tasks) - self.manager.skip_uid_set
         used = set(experience_tasks)  # tasks of this iteration
@@ -1175,7 +1186,7 @@ def main(args: Args) -> dict[str, float]:
         # 8. notes about the new episodes; the next iteration reads them
         if args.writes_notes and args.updated_freq and iteration % args.updated_freq == 0:
             pool.fill_pool(fresh)
-        if args.val_summarizer_save and scores:
+        if args.val_summarizer_save and args.writes_notes and scores:
             pool.fill_pool(episodes)
 
         # 9. log and save
@@ -1638,7 +1649,7 @@ def add_adapters(policy, args):
 
 
 def trained_names(policy) -> list[str]:
-    """Names of the weights that are trained. With LoRA, those of adapters and value head."""
+    """Names of the weights that are trained. With LoRA, those of the base model are not."""
     weights = policy.state_dict(keep_vars=True)
     return [name for name, weight in weights.items() if weight.requires_grad]
 

@@ -1109,7 +1109,7 @@ def without_adapters(policy, *inputs):
 
 
 def trained_names(policy) -> list[str]:
-    """Names of the weights that are trained. With LoRA, those of adapters and value head."""
+    """Names of the weights that are trained. With LoRA, those of the base model are not."""
     weights = policy.state_dict(keep_vars=True)
     return [name for name, weight in weights.items() if weight.requires_grad]
 
