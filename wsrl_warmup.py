@@ -14,9 +14,6 @@
         `utd_ratio` times:
             draw a batch of offline and online rows, update             (learn)
 
-`learn` draws with sample_mixed and trains critics, actor, temperature and target networks with
-agent.update. Online, actor and temperature are trained in the last update after each step only.
-
 The SAC core is that of sac_hybrid.py. Comments mark what is added:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
@@ -24,43 +21,19 @@ The SAC core is that of sac_hybrid.py. Comments mark what is added:
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the updates before the first online step. In the WSRL paper it means the first
-online steps, in which the policy is frozen: they are --warmup-rollout-steps here.
+A preset is a method: it sets the defaults of other options.
+    design   weighted SAC offline; online, at least half of each batch are offline rows
+    wsrl     after the paper: Cal-QL offline, steps of the frozen policy, SAC without offline rows
+    rlpd     arXiv:2302.02948: no warm-up; half of each batch are offline rows
+    bc       arXiv:2603.27400: clones the demonstrations, then SAC like rlpd
+    scratch  SAC without offline data
 
-A run can be split into two commands. The first one (--checkpoint-path) does the warm-up, writes the
-agent and the kept rows, and ends. The second one (--learner) reads both and trains online.
+Here the warm-up is offline. The WSRL paper uses the word for the online steps of the frozen policy
+(--warmup-rollout-steps). docs/wsrl_warmup.md lists what differs from the code of WSRL.
 
-The method is a preset, which sets the defaults of other options (--preset):
-    design   plain SAC offline, weighted losses, prioritized draws; online, half or more of each
-             batch are offline rows that were kept
-    wsrl     after the paper: Cal-QL offline, then steps with the frozen policy, then SAC with ten
-             critics and four updates per step, without offline rows (docs/wsrl_warmup.md lists
-             what differs from the code of WSRL)
-    rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
-    bc       clones the demonstrations, then SAC; the first online actions have a random standard
-             deviation, because cloning does not train it
-    scratch  uses no offline data
-
-An option has the value of the command line, else that of the preset, else that of PENDULUM (only in
-the built-in task), else that of Args. In Python, Args(preset="wsrl") sets no other option: write
-Args(**default_options(env_id, "wsrl")). A run prints where it differs from its preset.
-
-Plain SAC can overestimate actions that are not in the data, above all if the data are poor. CQL,
-Cal-QL and cloning reduce this (--offline-objective). The TD loss here has no factor 1/2, which it
-has in the CQL paper: --cql-alpha 1 is an alpha of 0.5 there.
-
-Row weights change how much the offline rows contribute to a loss. A successful demonstration has a
-weight of up to 4.5, an online row of 1. If half of a batch are such demonstrations, about 80 % of
-the loss comes from them.
-
-What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
-bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
-Observations are normalized. Networks have LayerNorm. All critics share one scale and one bias in
-each LayerNorm.
-
-A data file is a pickled list of transitions, or an .npz with a column for each of their names:
-observations, actions (in units of the environment), rewards, next_observations, masks (0 where the
-episode terminated), dones (1 where it ended). COLUMNS has the names that a file may add.
+What differs from SAC (arXiv:1812.05905): the target of the critics has no entropy bonus, the actor
+follows the mean of the critics, the target entropy is -C/2 instead of -C. Observations are
+normalized. Networks have LayerNorm, and the critics share its scale and bias.
 
 Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
 the conservative term, K of them from each of three distributions.
@@ -84,7 +57,7 @@ import sys
 import time
 import uuid
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -98,7 +71,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 BUILT_IN = "Pendulum-v1"
-PENDULUM = dict(  # default options for the built-in task; they replace those in Args
+PENDULUM = dict(  # default options for the built-in task
     warmup_steps=1_500,
     online_steps=2_000,
     lr=1e-3,
@@ -110,7 +83,7 @@ PENDULUM = dict(  # default options for the built-in task; they replace those in
     eval_every=200,
 )
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
-PRESETS = {  # default options of each method; they replace those in Args and PENDULUM
+PRESETS = {  # default options of each method
     "design": {},
     "wsrl": dict(
         offline_objective="calql",
@@ -131,7 +104,7 @@ PRESETS = {  # default options of each method; they replace those in Args and PE
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
+    "bc": dict(
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -165,7 +138,7 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
-    exp_name: str | None = None  # name that replaces {script} in the default run_dir
+    exp_name: str = Path(__file__).stem  # first part of the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints; online they wait for an episode's end
     eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
@@ -227,50 +200,51 @@ class Args:
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
-            if isinstance(value, int | float):
-                if not 0 <= value < math.inf:
-                    raise ValueError(f"{flag(name)} {value}: must be finite and not negative")
-                if value == 0 and name in POSITIVE:
-                    raise ValueError(f"{flag(name)} {value}: must be positive")
-                if value > 1 and name in AT_MOST_ONE:
-                    raise ValueError(f"{flag(name)} {value}: must be in [0, 1]")
-        if self.min_offline_ratio > self.initial_offline_ratio:
-            raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
-        if 0 < self.online_steps <= self.warmup_rollout_steps:
-            raise ValueError("--online-steps must be above --warmup-rollout-steps, or 0")
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        if self.cql_alpha != Args.cql_alpha and self.offline_objective not in CONSERVATIVE:
-            raise ValueError("--cql-alpha needs --offline-objective cql or calql")
-        if self.expert_path and not self.make_data:
-            raise ValueError("--expert-path needs --make-data")
-        if (self.learner or self.demo_path) and not self.checkpoint_path:
-            raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.checkpoint_path and Path(self.checkpoint_path) == Path(self.kept_rows_path()):
-            raise ValueError("--checkpoint-path and --demo-path must be two files")
+            if not isinstance(value, int | float):
+                continue
+            if not 0 <= value < math.inf or (value == 0 and name in POSITIVE):
+                raise ValueError(f"{flag(name)} {value}: expected a positive number")
+            if value > 1 and name in AT_MOST_ONE:
+                raise ValueError(f"{flag(name)} {value}: expected at most 1")
         data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
-        if self.learner:
-            if data_paths:
-                raise ValueError("--learner reads only --demo-path, not the other data files")
-            if not self.online_steps:
-                raise ValueError("--learner needs --online-steps")
-            if bool(self.demo_path) != (self.initial_offline_ratio > 0):
-                raise ValueError("--learner needs either --demo-path or --initial-offline-ratio 0")
-            return  # the warm-up is over
-        if not self.needs_data() and (data_paths or self.bc_weight):
-            raise ValueError(
-                "data files and --bc-weight need --warmup-steps or --retention-ratio above 0"
-            )
-        if self.initial_offline_ratio and not self.retention_ratio:
-            raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
-        if not self.warmup_steps:
-            if self.checkpoint_path or self.early_stop_patience or not self.online_steps:
-                raise ValueError(
-                    "--checkpoint-path, --early-stop-patience and --online-steps 0 need "
-                    "--warmup-steps above 0"
-                )
-            if 0 < self.retention_ratio < 1 and self.retention_by == "td_error":
-                raise ValueError("--retention-by td_error needs --warmup-steps above 0")
+        refused = {
+            "--min-offline-ratio must be at most --initial-offline-ratio": (
+                self.min_offline_ratio > self.initial_offline_ratio
+            ),
+            "--online-steps must be above --warmup-rollout-steps, or 0": (
+                0 < self.online_steps <= self.warmup_rollout_steps
+            ),
+            "--resume needs --run-dir": self.resume and not self.run_dir,
+            "--learner and --demo-path need --checkpoint-path": (
+                (self.learner or self.demo_path) and not self.checkpoint_path
+            ),
+            "--learner needs --online-steps": self.learner and not self.online_steps,
+            "--cql-alpha needs --offline-objective cql or calql": (
+                self.cql_alpha != Args.cql_alpha and self.offline_objective not in CONSERVATIVE
+            ),
+        }
+        if not self.learner:
+            has_warmup = self.warmup_steps > 0
+            refused |= {
+                "--early-stop-patience needs --warmup-steps": (
+                    self.early_stop_patience and not has_warmup
+                ),
+                "data files need --warmup-steps or --retention-ratio above 0": (
+                    data_paths and not self.needs_data()
+                ),
+                "--retention-ratio 0 needs --initial-offline-ratio 0": (
+                    self.initial_offline_ratio and not self.retention_ratio
+                ),
+                # An untrained critic would choose the rows.
+                "--retention-by td_error needs --warmup-steps": (
+                    not has_warmup
+                    and 0 < self.retention_ratio < 1
+                    and self.retention_by == "td_error"
+                ),
+            }
+        for message, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(message)
 
     def needs_data(self) -> bool:
         """Whether offline rows are used: in a warm-up, or in the online batches"""
@@ -280,12 +254,12 @@ class Args:
         """Whether this is the first of two commands: --checkpoint-path without --learner"""
         return self.checkpoint_path is not None and not self.learner
 
-    def kept_rows_path(self) -> str:
+    def kept_rows_path(self) -> Path:
         """The file in which the first command leaves the kept rows for the second one"""
-        return self.demo_path or str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
+        return Path(self.demo_path or Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
 
 
-WSRLConfig = Args  # another name for imports
+WSRLConfig = Args  # the name of the design document
 
 
 # --- networks ---
@@ -404,6 +378,7 @@ def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     return returns
 
 
+# --- row weights ---
 def has_succeeded(rewards, terminated, info=()) -> bool:
     """Whether an episode succeeded. Some environments say so in the info of the last step.
     Otherwise an episode succeeded if it terminated with its first positive reward."""
@@ -416,7 +391,8 @@ def has_succeeded(rewards, terminated, info=()) -> bool:
 def compute_data_quality(  # warm-up: weights
     trajectory, return_range=(0.0, 1.0), max_length=1
 ) -> float:
-    """Mean of three scores in [0,1]: success, return within its range, and length."""
+    """Mean of three scores in [0,1]: success, return within its range, and length. Data files do
+    not tell success. Where rewards are positive before the end, no episode counts as one."""
     low, high = return_range
     terminated = trajectory["masks"][-1] == 0
     success = has_succeeded(trajectory["rewards"], terminated)
@@ -432,9 +408,43 @@ def compute_data_quality(  # warm-up: weights
     return float((success + return_score + length_score) / 3)
 
 
+def rate_episodes(args, episodes: list[tuple]):
+    """Fill the columns weights, quality, returns and is_cloned where a data file does not have them
+    (NaN). `episodes` has pairs: source, rows of one episode.
+
+        weight = weight of the source * (0.5 + quality) * success_weight_bonus if it succeeded
+
+    A successful demonstration has a weight of up to 4.5, an online row of 1. If half of a batch are
+    such demonstrations, about 80 % of the loss comes from them.
+    """
+    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
+    returns = [rows["rewards"].sum() for _, rows in episodes]
+    return_range = (min(returns), max(returns))
+    max_length = max(len(rows) for _, rows in episodes)
+    for source, rows in episodes:
+        quality = compute_data_quality(rows, return_range, max_length)
+        weight = source_weights[source] * (0.5 + quality)  # warm-up: weights
+        if has_succeeded(rows["rewards"], rows["masks"][-1] == 0):
+            weight *= args.success_weight_bonus
+        fill_in(rows, "weights", weight)
+        fill_in(rows, "quality", quality)
+        fill_in(rows, "returns", return_to_go(rows["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations. Without them it imitates the quarter of the
+    # rows with the best quality, and all rows whose quality equals the lowest of these.
+    has_demos = any(source == "demos" for source, _ in episodes)
+    limit = np.quantile(np.concatenate([rows["quality"] for _, rows in episodes]), 0.75)
+    for source, rows in episodes:
+        is_cloned = source == "demos" if has_demos else rows["quality"] >= limit
+        fill_in(rows, "is_cloned", is_cloned)
+
+
+def fill_in(rows, column, values):
+    rows[column] = np.where(np.isnan(rows[column]), values, rows[column])
+
+
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    """Make one step with each optimizer. If the norm of all gradients is not finite, change nothing.
     -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
@@ -444,10 +454,11 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     loss.backward(inputs=parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_skipped = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_skipped.device.type == "mps" and is_skipped:  # on this device Adam ignores found_inf
+    if is_skipped.device.type == "mps" and is_skipped:  # there Adam ignores found_inf, see below
         return is_skipped
     for optimizer in optimizers:
-        optimizer.found_inf = is_skipped  # if it is 1, fused Adam skips the step on the device
+        # Fused Adam does nothing if this tensor is 1. An `if` would wait for the GPU in each step.
+        optimizer.found_inf = is_skipped
         optimizer.step()
     return is_skipped
 
@@ -667,51 +678,6 @@ class WarmupAgent(nn.Module):
         return agent
 
 
-# --- row weights ---
-def rate_episodes(args, episodes: dict[str, list]):
-    """Compute weights, quality, returns and is_cloned where a file does not have them (NaN).
-    `episodes` has a list per source."""
-    pairs = [(source, episode) for source, many in episodes.items() for episode in many]
-    if not pairs:
-        return
-    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
-    returns = [episode["rewards"].sum() for _, episode in pairs]
-    return_range = (min(returns), max(returns))
-    max_length = max(len(episode) for _, episode in pairs)
-    for source, episode in pairs:
-        quality = compute_data_quality(episode, return_range, max_length)
-        success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-        bonus = args.success_weight_bonus if success else 1.0
-        # warm-up: weights; a quality of 0.5 is neutral
-        fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
-        fill_in(episode, "quality", quality)
-        fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations. Without them, it imitates the quarter of the
-    # rows with the best quality, and more rows if their quality equals the lowest of these.
-    limit = np.quantile(np.concatenate([episode["quality"] for _, episode in pairs]), 0.75)
-    for source, episode in pairs:
-        is_cloned = source == "demos" if "demos" in episodes else episode["quality"] >= limit
-        fill_in(episode, "is_cloned", is_cloned)
-
-
-def fill_in(episode, column, values):
-    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
-
-
-def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
-    -> training episodes, held-out episodes"""
-    candidates = []
-    for i, episode in enumerate(episodes):
-        if not is_clone or episode["is_cloned"].any():
-            candidates.append(i)
-    if len(candidates) < 10:
-        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
-    heldout = set(candidates[9::10])
-    training = [episode for i, episode in enumerate(episodes) if i not in heldout]
-    return training, [episodes[i] for i in sorted(heldout)]
-
-
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
     """The newest rows replace the oldest. A row is drawn with a probability in proportion to
@@ -747,11 +713,10 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return slots, (len(self) * probabilities) ** -beta
 
     def update_priorities(self, slots, td_errors):
-        if len(slots):
-            errors = np.abs(td_errors).astype(np.float64)
-            priorities = (errors + 1e-6) ** self.alpha
-            self.priorities[slots] = np.where(np.isfinite(errors), priorities, self.max_priority)
-            self.max_priority = max(self.max_priority, float(self.priorities[slots].max()))
+        errors = np.abs(td_errors).astype(np.float64)
+        priorities = (errors + 1e-6) ** self.alpha
+        self.priorities[slots] = np.where(np.isfinite(errors), priorities, self.max_priority)
+        self.max_priority = float(self.priorities[slots].max(initial=self.max_priority))
 
     def select_top_k(self, priorities, k):
         """A new buffer of the k rows with the highest priorities; earlier rows win ties."""
@@ -796,7 +761,7 @@ def filter_offline_data(  # warm-up: replay
 ):
     """A new buffer with this share of the rows: those with the highest values of `retention_by`.
     Only td_error needs the agent."""
-    if retention_ratio == 0 or len(buffer) == 0:
+    if retention_ratio == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
     return buffer.select_top_k(compute_priorities(buffer, retention_by, agent), top_k)
@@ -874,13 +839,14 @@ def learn(state, offline_ratio, obs_noise=0.0, train_actor=True, method="sac"):
         td_errors = td_errors.cpu().numpy()
         state.offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
         state.online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
-    progress.losses.append({f"losses/{name}": value for name, value in stats.items()})
-    progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
+    metrics = {f"losses/{name}": value for name, value in stats.items()}
+    metrics["buffer/offline_frac"] = len(offline_slots) / args.batch_size
+    progress.window.append(metrics)
 
 
 # --- rollout ---
 EVAL_SEED = 10_000  # seed of the first evaluation episode
-VIDEO_SEED = 10_006  # seed of the filmed episode, in which the pendulum starts at the bottom
+VIDEO_SEED = 10_006  # seed of the filmed episode, in which the pendulum starts low
 
 
 def play_episode(env, act, seed):
@@ -914,29 +880,28 @@ def explore(agent, obs, env_step, rng) -> np.ndarray:
 
 
 def take_step(agent, env, obs, env_step):
-    """One environment step. If `obs` is None, an episode begins.
-    -> row of online_rb, next obs (None if the episode ended), its statistics if it ended"""
+    """One environment step. Without `obs` it is the first one of an episode.
+    -> row of online_rb, next obs, whether the episode ended"""
     rng = random_numbers(agent.args.seed, "step", env_step)
     if obs is None:
         obs, _ = env.reset(seed=int(rng.integers(2**31)))
     action = explore(agent, obs, env_step, rng)
-    next_obs, reward, terminated, truncated, info = env.step(action)
+    next_obs, reward, terminated, truncated, _ = env.step(action)
     if not np.isfinite([reward, *next_obs]).all():
         raise ValueError(f"{agent.args.env_id} gave a number that is not finite")
+    columns = dict(
+        obs=obs,
+        next_obs=next_obs,
+        actions=action,
+        rewards=reward,
+        masks=not terminated,  # after a time limit the target still has V(s')
+        dones=terminated or truncated,
+        weights=1.0,
+    )
     row = np.zeros(1, make_row_dtype(env))
-    row["obs"] = obs
-    row["next_obs"] = next_obs
-    row["actions"] = action
-    row["rewards"] = reward
-    row["masks"] = not terminated  # after a time limit the target still has V(s')
-    row["weights"] = 1.0
-    if not (terminated or truncated):
-        return row, next_obs, {}
-    episode = {
-        "charts/episodic_return": float(info["episode"]["r"]),
-        "charts/episodic_length": float(info["episode"]["l"]),
-    }
-    return row, None, episode
+    for name, value in columns.items():
+        row[name] = value
+    return row, next_obs, terminated or truncated
 
 
 # --- evaluate ---
@@ -959,8 +924,8 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
 
     With bc it is the squared distance between the actions of actor and rows. Otherwise it is the
     squared TD error of the critics, divided by the variance of their targets. Without the division
-    it would be smallest at the start, when all values are near 0. If all values are too high, TD
-    error and variance are large, and this error does not show it."""
+    it would be smallest at the start, when all values are near 0. It does not show values that are
+    all too high."""
     errors = agent.row_errors(progress.heldout)
     if agent.args.offline_objective == "bc":
         is_cloned = progress.heldout["is_cloned"]
@@ -983,9 +948,7 @@ class Progress:
     warmup_updates: int = 0
     is_online: bool = False  # the warm-up is over
     env_steps: int = 0  # of online training
-    losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
-    window: list[dict] = field(default_factory=list)  # other statistics since that line
-    newest: dict = field(default_factory=dict)  # last value of each metric
+    window: list[dict] = field(default_factory=list)  # statistics since the last logged line
     data_returns: dict = field(default_factory=dict)  # mean return of each source
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     best_error: float = math.inf  # smallest error on these rows
@@ -1021,16 +984,15 @@ def main(args: Args) -> dict[str, float]:
     agent = state.agent
     progress = state.progress
     signals = Signals()
-    last_env_step = 0 if args.ends_after_warmup() else args.online_steps
+    online_steps = 0 if args.ends_after_warmup() else args.online_steps
     bar = tqdm(
-        total=args.warmup_steps + last_env_step,
+        total=args.warmup_steps + online_steps,
         initial=progress.global_step,
         disable=None,
         file=sys.stdout,
     )
 
     # Offline: the warm-up updates the agent on offline rows. With --learner it is already over.
-    check_every = max(1, args.warmup_steps // 20)
     while not progress.is_online:
         # 1 update
         progress.warmup_updates += 1
@@ -1039,53 +1001,55 @@ def main(args: Args) -> dict[str, float]:
         # 2 end the warm-up after its last step, or early
         row = {}
         is_last = progress.warmup_updates >= args.warmup_steps
+        check_every = max(1, args.warmup_steps // 20)
         if args.early_stop_patience and (is_last or progress.warmup_updates % check_every == 0):
             row["losses/heldout_error"] = check_heldout(agent, progress)
-            if not is_last and progress.checks_since_best >= args.early_stop_patience:
-                tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
-                is_last = True
-        if is_last:
-            end_warmup(state)
+        if is_last or 0 < args.early_stop_patience <= progress.checks_since_best:
+            end_warmup(state)  # progress.is_online = True
 
         # 3 evaluate
-        if is_last or progress.warmup_updates % args.eval_every == 0:
+        if progress.is_online or progress.warmup_updates % args.eval_every == 0:
             row |= evaluate_policy(agent, env, args.eval_episodes)
-        if is_last:
-            print_switch(progress.data_returns, row["eval/episodic_return"])
+        if progress.is_online:
+            print_switch(progress, row["eval/episodic_return"])
 
         # 4 log
-        if row or progress.global_step % args.log_interval == 0:
-            log_line(state, row, bar)
-        bar.update()
+        log_line(state, row, bar)
 
         # 5 save
-        if is_last or progress.global_step % args.save_every == 0 or signals.received:
+        if progress.is_online or progress.warmup_updates % args.save_every == 0 or signals.received:
             save_run(state)
         if signals.received:
             break
 
-    if progress.is_online and args.ends_after_warmup():
-        hand_over(agent, state.offline_rb, env)
-    is_before_online = progress.is_online and progress.env_steps == 0 and last_env_step > 0
-    if is_before_online and args.capture_video:
-        write_video(state.run.dir / "policy_before.gif", agent, env)
+    if progress.is_online and progress.env_steps == 0:
+        if args.ends_after_warmup():
+            hand_over(agent, state.offline_rb, env)
+        elif args.capture_video:
+            write_video(state.run.dir / "policy_before.gif", agent, env)
 
     # Online: the environment is stepped, and batches have rows of both buffers.
-    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
-    obs = None  # between two episodes
-    is_eval_due = False
-    is_save_due = False
-    while progress.is_online and progress.env_steps < last_env_step:
+    bar.total = progress.warmup_updates + online_steps  # fewer after an early stop
+    is_over = True  # the next step begins an episode
+    while progress.is_online and progress.env_steps < online_steps:
         # 1 step the environment
+        if is_over:
+            obs = None
+            episode_start = progress.env_steps
         env_step = progress.env_steps + 1
         try:
-            transition, obs, episode = take_step(agent, env, obs, env_step)
-        except BaseException:
+            transition, obs, is_over = take_step(agent, env, obs, env_step)
+        except Exception:
             save_run(state)  # with the steps before this one
             raise
         progress.env_steps = env_step
         state.online_rb.extend(transition)
-        progress.window.append(episode)
+        if is_over:  # RecordEpisodeStatistics has summed up the episode
+            episode = {
+                "charts/episodic_return": float(env.return_queue[-1]),
+                "charts/episodic_length": env.length_queue[-1],
+            }
+            progress.window.append(episode)
 
         # 2 update by SAC, whatever the objective of the warm-up was
         if env_step > args.warmup_rollout_steps:
@@ -1095,33 +1059,23 @@ def main(args: Args) -> dict[str, float]:
 
         # 3 evaluate between two episodes, and after the last step
         row = {}
-        is_last = env_step == last_env_step
-        episode_ended = obs is None
-        is_eval_due = is_eval_due or env_step % args.eval_every == 0
-        if is_last or (is_eval_due and episode_ended):
-            is_eval_due = False
+        is_last = env_step == online_steps
+        if is_last or (is_over and is_due(args.eval_every, episode_start, env_step)):
             row = evaluate_policy(agent, env, args.eval_episodes)
 
         # 4 log
-        if row or progress.global_step % args.log_interval == 0:
-            log_line(state, row, bar)
-        bar.update()
+        log_line(state, row, bar)
 
         # 5 save between two episodes, and after the last step
-        is_save_due = is_save_due or progress.global_step % args.save_every == 0
-        if is_last or (episode_ended and (is_save_due or signals.received)):
-            is_save_due = False
+        is_stopped = is_over and signals.received
+        if is_last or is_stopped or (is_over and is_due(args.save_every, episode_start, env_step)):
             save_run(state)
-            if signals.received:
-                break
+        if is_stopped:
+            break
 
-    is_finished = progress.is_online and progress.env_steps >= last_env_step
-    if is_finished and "eval/episodic_return" not in state.run.rows[-1]:
-        # The run was stopped and is resumed with fewer --online-steps, so no step was left.
-        log_line(state, evaluate_policy(agent, env, args.eval_episodes), bar)
     bar.close()
     signals.release()
-    if is_finished:
+    if progress.is_online and progress.env_steps >= online_steps:
         finish_run(state, env)
     else:
         print(f"stopped and saved; continue with --resume --run-dir {state.run.dir}")
@@ -1129,11 +1083,17 @@ def main(args: Args) -> dict[str, float]:
     return state.run.rows[-1]
 
 
+def is_due(every, start, step) -> bool:
+    """Whether a multiple of `every` is among the steps after `start`, up to `step`"""
+    return step // every > start // every
+
+
 def end_warmup(state):
     """Take the best weights that were checked, and keep a share of the offline rows."""
     args = state.agent.args
     progress = state.progress
     progress.is_online = True
+    progress.heldout = {}
     if progress.best_agent:
         # The number of updates goes on, because it seeds the draws and the noise.
         state.agent.restore(progress.best_agent | {"updates": state.agent.updates})
@@ -1143,54 +1103,48 @@ def end_warmup(state):
     )
 
 
-def log_line(state, row, bar):
-    """Log `row` and the means since the last line. Show the newest numbers."""
-    run = state.run
-    progress = state.progress
-    num_skipped = state.agent.skipped_steps.item()
-    newly_skipped = num_skipped - progress.newest["losses/skipped_steps"]
-    if newly_skipped > len(progress.losses) / 2:
-        tqdm.write("warning: gradients are not finite, most updates are skipped: check the data")
-    # With --learner the first step is the last one of the warm-up.
-    steps_done = progress.global_step - run.rows[0]["global_step"]
-    row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
-    row |= {
-        "charts/env_steps": progress.env_steps,
-        "charts/updates": state.agent.updates,
-        "charts/SPS": steps_done / (time.time() - run.start_time),
-        "losses/skipped_steps": num_skipped,
-        "buffer/online_size": len(state.online_rb),
-        "buffer/offline_size": len(state.offline_rb),
-    }
-    progress.losses = []
-    progress.window = []
-    run.log({"global_step": progress.global_step} | row)
-    progress.newest |= run.rows[-1]
-    show_status(bar, progress.newest)
-
-
-def print_switch(data_returns, policy_return):
+def print_switch(progress, policy_return):
     """Compare the returns of the policy and of the best source of data (arXiv:2510.01460)."""
-    best = max(data_returns.values())
+    data_return = max(progress.data_returns.values())
     advice = "the policy is better"
-    if policy_return < best:
+    if policy_return < data_return:
         advice = "the data are better, and --retention-ratio 1 keeps all of them"
     tqdm.write(
-        f"after the warm-up the return of the policy is {policy_return:.1f}, "
-        f"that of the best data {best:.1f}: {advice}"
+        f"after the warm-up of {progress.warmup_updates} updates the return of the policy is "
+        f"{policy_return:.1f}, that of the best data {data_return:.1f}: {advice}"
     )
 
 
 def mean_of_each(rows: list[dict]) -> dict[str, float]:
-    """Mean of each statistic over the rows that have it; one transfer from the device"""
+    """Mean of each statistic over the rows that have it. It is NaN if one of the numbers is."""
     columns = {}
     for row in rows:
         for name, value in row.items():
-            columns.setdefault(name, []).append(torch.as_tensor(value))
-    if not columns:
-        return {}
-    means = [torch.stack(column).float().nanmean() for column in columns.values()]
-    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
+            columns.setdefault(name, []).append(float(value))
+    return {name: torch.tensor(column).mean().item() for name, column in columns.items()}
+
+
+def log_line(state, row, bar):
+    """Log `row` and the means since the last line. Without `row`, do so every 100 steps."""
+    run = state.run
+    progress = state.progress
+    bar.update()
+    if not row and progress.global_step % state.agent.args.log_interval > 0:
+        return
+    # With --learner the first step is the last one of the warm-up.
+    steps_done = progress.global_step - run.rows[0]["global_step"]
+    row = row | mean_of_each(progress.window)
+    row |= {
+        "charts/env_steps": progress.env_steps,
+        "charts/updates": state.agent.updates,
+        "charts/SPS": steps_done / (time.time() - run.start_time),
+        "losses/skipped_steps": state.agent.skipped_steps.item(),
+        "buffer/online_size": len(state.online_rb),
+        "buffer/offline_size": len(state.offline_rb),
+    }
+    progress.window = []
+    run.log({"global_step": progress.global_step} | row)
+    show_status(bar, run.newest)
 
 
 STATUS = (
@@ -1198,6 +1152,7 @@ STATUS = (
     "losses/actor_loss",
     "losses/alpha_loss",
     "losses/alpha",
+    "losses/skipped_steps",
     "buffer/offline_frac",
     "eval/episodic_return",
 )
@@ -1215,6 +1170,13 @@ def show_status(bar, metrics: dict):
         print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
 
 
+CURVES = {
+    "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
+    "offline share of a batch": ["buffer/offline_frac"],
+    "mean Q value": ["losses/q_values"],
+}
+
+
 def finish_run(state, env):
     """Save the policy, and show it."""
     run = state.run
@@ -1222,25 +1184,18 @@ def finish_run(state, env):
     write_checkpoint(run.dir / "final_model.pth", state.agent.checkpoint())
     if args.capture_video:
         write_video(run.dir / "policy.gif", state.agent, env)
-    panels = {
-        "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
-        "offline share of a batch": ["buffer/offline_frac"],
-        "mean Q value": ["losses/q_values"],
-    }
-    run.finish(panels, "updates of the warm-up, then environment steps")
-    first = run.rows[0]
-    last = run.rows[-1]
+    run.finish(CURVES, "updates of the warm-up, then environment steps")
+    first_return = run.rows[0]["eval/episodic_return"]
+    last_return = run.newest["eval/episodic_return"]
     print(
-        f"eval/episodic_return {first['eval/episodic_return']:.1f} -> "
-        f"{last['eval/episodic_return']:.1f}, {last['charts/env_steps']} environment steps, "
-        f"{last['time']:.0f} s"
+        f"eval/episodic_return {first_return:.1f} -> {last_return:.1f}, "
+        f"{state.progress.env_steps} environment steps, {run.newest['time']:.0f} s"
     )
     print(f"metrics, pictures and final_model.pth (see WarmupAgent.load) are in {run.dir}")
     if args.ends_after_warmup():
-        files = f"--checkpoint-path {args.checkpoint_path}"
-        if args.initial_offline_ratio:
-            files += f" --demo-path {args.kept_rows_path()}"
-        print(f"train online: python wsrl_warmup.py --learner {files}")
+        print(
+            f"train online: python wsrl_warmup.py --learner --checkpoint-path {args.checkpoint_path}"
+        )
 
 
 # --- task: environments ---
@@ -1252,12 +1207,14 @@ def make_gym_env(env_id):
         env = gym.make(env_id, render_mode="rgb_array")
     actions = env.action_space
     is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
-    if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
+    if not is_bounded or len(actions.shape) != 1:
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
-    spaces = getattr(env.observation_space, "spaces", {"state": env.observation_space})
+    spaces = {"state": env.observation_space}
+    if isinstance(env.observation_space, gym.spaces.Dict):
+        spaces = env.observation_space.spaces
     for key, space in spaces.items():
         is_box = isinstance(space, gym.spaces.Box)
-        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # (D,) or (1,D) fit
+        if not is_box or math.prod(space.shape) > space.shape[-1]:  # (D,) or (1,D) fit
             sys.exit(f"{env_id} observes {key} as {space}: expected a Box with one axis")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
@@ -1270,10 +1227,9 @@ def make_gym_env(env_id):
 
 def make_row_dtype(env) -> np.dtype:
     """A row of a buffer: a transition, its action in [-1,1], and the columns of rate_episodes"""
-    obs_shape = env.observation_space.shape
-    columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
-    columns.append(("actions", "f4", env.action_space.shape))
+    obs = ("f4", env.observation_space.shape)
     scalars = ("rewards", "masks", "dones", "weights", "quality", "returns", "is_cloned")
+    columns = [("obs", *obs), ("next_obs", *obs), ("actions", "f4", env.action_space.shape)]
     return np.dtype(columns + [(name, "f4") for name in scalars])
 
 
@@ -1417,41 +1373,40 @@ def to_column(values, obs_keys) -> np.ndarray:
     return np.array(values, np.float32).reshape(len(values), -1)
 
 
-def to_rows(transitions, env) -> np.ndarray:
-    """Check transitions and convert them to rows of a buffer."""
-    if len(transitions) == 0:
+def to_rows(transitions, env, path) -> np.ndarray:
+    """Check transitions and convert them to rows of a buffer. `path` is for messages."""
+    if not transitions:
         raise ValueError("there are no transitions")
     given = transitions[0].keys()
-    if "masks" not in given and "dones" not in given:
-        raise ValueError("it has neither masks nor dones: expected at least one of them")
     rows = np.full(len(transitions), np.nan, make_row_dtype(env))
     for name, column in COLUMNS.items():
         if name in OPTIONAL and name not in given:
             continue
+        size = rows[column][0].size
         try:
             values = to_column([transition[name] for transition in transitions], env.obs_keys)
-        except Exception as error:  # a key that is missing, text, rows of different lengths
-            raise ValueError(f"{name}: expected numbers in each row: {error!r}") from error
-        expected = rows[column][0].size
-        is_bad = ~np.isfinite(values).all(1) | (values.shape[1] != expected)
-        if is_bad.any():
-            i = is_bad.argmax()  # the first one
-            raise ValueError(
-                f"{name} of row {i} is {values[i]}: expected {expected} finite numbers"
-            )
-        rows[column] = values.reshape(rows[column].shape)
+            rows[column] = values.reshape(rows[column].shape)
+        except Exception as error:  # a key that is missing, text, another shape
+            raise ValueError(f"{name}: expected {size} numbers in each row: {error!r}") from error
+        is_finite = np.isfinite(values).all(1)
+        if not is_finite.all():
+            raise ValueError(f"{name} of row {is_finite.argmin()}: expected finite numbers")
     # Without masks each end of an episode is a termination. Without dones split_episodes finds the
     # ends at a time limit: there the next row does not continue the episode.
     if "masks" not in given:
+        print(f"{path} has no masks: each end of an episode counts as a termination")
         rows["masks"] = 1 - rows["dones"]
     if "dones" not in given:
         rows["dones"] = 1 - rows["masks"]
-    if rows["masks"].min() < 0 or rows["masks"].max() > 1:
-        raise ValueError("masks must be from 0 to 1")
+    if not (rows["masks"] == rows["masks"].clip(0, 1)).all():  # NaN without masks and dones
+        raise ValueError("it needs masks or dones, from 0 to 1")
     if rows["weights"].min() <= 0:  # NaN if the file has none
         raise ValueError("weights must be above 0")
-    rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
-    rows["actions"] = rows["actions"].clip(-1, 1)
+    actions = (rows["actions"] - env.action_center) / env.action_scale
+    rows["actions"] = actions.clip(-1, 1)
+    share = (np.abs(actions) > 1.001).mean()
+    if share > 0:
+        print(f"{path}: {share:.1%} of the actions are out of bounds and are clipped")
     return rows
 
 
@@ -1462,14 +1417,9 @@ def read_source(path, env) -> np.ndarray:
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
             raise ValueError(f"it would become {size} bytes in memory")
-        rows = to_rows(transitions, env)
-    except (ValueError, pickle.UnpicklingError) as error:
-        sys.exit(f"data file {path}: {error}")
+        return to_rows(transitions, env, path)
     except Exception as error:  # a damaged file can raise any type
-        sys.exit(f"data file {path} cannot be read: {error!r}")
-    if "masks" not in transitions[0]:
-        print(f"{path} has no masks: each end of an episode counts as a termination")
-    return rows
+        sys.exit(f"data file {path}: {type(error).__name__}: {error}")
 
 
 def split_episodes(rows) -> list[np.ndarray]:
@@ -1489,16 +1439,12 @@ def load_offline_data(args, env):
         "suboptimal": args.suboptimal_data_path,
         "random": args.random_data_path,
     }
-    if args.learner and args.demo_path:
-        paths["demos"] = [args.demo_path]
-    episodes = {}
-    for source, source_paths in paths.items():
-        for path in source_paths:
-            rows = read_source(path, env)
-            if not args.learner and np.isfinite(rows["weights"][0]):
-                print(f"{path} has weights, which replace those of --demo-weight and quality")
-            episodes.setdefault(source, []).extend(split_episodes(rows))
-    if not episodes and args.needs_data():
+    if args.learner:
+        paths = {}
+        if args.initial_offline_ratio > 0:
+            paths["demos"] = [str(args.kept_rows_path())]
+    sources = [(source, read_source(path, env)) for source in paths for path in paths[source]]
+    if not sources and args.needs_data():
         if args.env_id != BUILT_IN:
             sys.exit(
                 f"there are no offline data for {args.env_id}: give --offline-data-path, which "
@@ -1506,23 +1452,39 @@ def load_offline_data(args, env):
             )
         for source in ("suboptimal", "random"):
             transitions = make_source(env, swing_up, source, args.seed)
-            episodes[source] = split_episodes(to_rows(transitions, env))
-    rate_episodes(args, episodes)
+            sources.append((source, to_rows(transitions, env, source)))
+    episodes = [(source, episode) for source, rows in sources for episode in split_episodes(rows)]
+    if episodes:
+        rate_episodes(args, episodes)
 
     mean_returns = {}
-    for source, source_episodes in episodes.items():
-        returns = [episode["rewards"].sum() for episode in source_episodes]
-        mean_returns[source] = float(np.mean(returns))
-        if not args.learner:  # the kept rows of a warm-up are not whole episodes
-            print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
-            if np.median([len(episode) for episode in source_episodes]) == 1:
-                print(f"warning: {source}: most episodes have one row: are the rows shuffled?")
-    training = sum(episodes.values(), [])
+    for source in dict(episodes):
+        parts = [rows for other, rows in episodes if other == source]
+        mean_returns[source] = float(np.mean([rows["rewards"].sum() for rows in parts]))
+        if not args.learner:  # the rows that a warm-up kept are not whole episodes
+            print(
+                f"{source}: {len(parts)} episodes, {sum(map(len, parts))} rows, "
+                f"mean return {mean_returns[source]:.1f}"
+            )
+    training = [rows for _, rows in episodes]
     heldout = []
     if args.early_stop_patience and not args.learner:  # warm-up: overfitting
         training, heldout = hold_out(training, args.offline_objective == "bc")
     no_rows = np.zeros(0, make_row_dtype(env))  # np.concatenate needs an array
     return np.concatenate([no_rows, *training]), np.concatenate([no_rows, *heldout]), mean_returns
+
+
+def hold_out(episodes, is_clone):  # warm-up: overfitting
+    """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
+    -> training episodes, held-out episodes"""
+    candidates = [
+        i for i, episode in enumerate(episodes) if not is_clone or episode["is_cloned"].any()
+    ]
+    heldout = candidates[9::10]
+    if not heldout:
+        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
+    training = [episode for i, episode in enumerate(episodes) if i not in heldout]
+    return training, [episodes[i] for i in heldout]
 
 
 def write_transitions(path, rows, env):
@@ -1533,16 +1495,6 @@ def write_transitions(path, rows, env):
         transition["actions"] = env_units(env, row["actions"])
         transitions.append(transition)
     path.write_bytes(pickle.dumps(transitions))
-
-
-def check_paths(args):
-    """Exit with a message before anything is written."""
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
-        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    if args.ends_after_warmup():
-        for path in (args.checkpoint_path, args.kept_rows_path()):
-            if Path(path).exists():
-                sys.exit(f"{path} already exists; the warm-up overwrites nothing")
 
 
 # --- video ---
@@ -1563,29 +1515,25 @@ def write_video(path, agent, env):
 
     pictures = []
 
-    def draw(obs):
-        if env.spec.id == BUILT_IN:
-            return draw_pendulum(obs)
-        return Image.fromarray(env.render())
-
     def act_and_film(obs):
-        pictures.append(draw(obs))
+        if env.spec.id == BUILT_IN:
+            pictures.append(draw_pendulum(obs))
+        else:
+            pictures.append(Image.fromarray(env.render()))
         return agent.act(obs)
 
-    obs, _ = env.reset(seed=VIDEO_SEED)
     try:
-        draw(obs)
+        play_episode(env, act_and_film, VIDEO_SEED)
     except Exception as error:  # a renderer can raise any type
-        print(f"no {path.name}: {env.spec.id} cannot draw itself: {error}")
+        print(f"there is no {path.name}: {error}")
         return
-    play_episode(env, act_and_film, VIDEO_SEED)
     frames = pictures[::4]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=80, loop=0)
 
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1599,15 +1547,15 @@ class Run:
 
     def __init__(self, args, rows=()):
         """`rows` are the metrics that a resumed run logged before."""
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True, exist_ok=args.resume)
-        self.rows = list(rows)
-        self.start_time = time.time()
-        if self.rows:
-            self.start_time -= self.rows[-1]["time"]
-        lines = [json.dumps(row) + "\n" for row in self.rows]
-        (self.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        self.rows = []
+        self.newest = {}  # the last value of each metric
+        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        for row in rows:
+            self.write(row)
+        self.start_time = time.time() - self.newest.get("time", 0)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
@@ -1630,17 +1578,20 @@ class Run:
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
-        self.rows.append(row)
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self.write(row)
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
+    def write(self, row: dict):
+        self.rows.append(row)
+        self.newest |= row
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
     def finish(self, panels: dict[str, list[str]], xlabel):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        summary = json.dumps(self.newest, indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
@@ -1670,7 +1621,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
@@ -1678,7 +1631,7 @@ def titled_help():
 
 @dataclass
 class FirstOptions:
-    """The options on which the defaults of the others depend."""
+    """The defaults of the other options depend on these."""
 
     env_id: str = BUILT_IN
     preset: Literal[tuple(PRESETS)] = "design"
@@ -1689,7 +1642,9 @@ class FirstOptions:
 
 
 def default_options(env_id=BUILT_IN, preset="design") -> dict:
-    """Where the defaults of the command line differ from those of Args"""
+    """Where the defaults of the command line differ from those of Args: by PENDULUM in the built-in
+    task, then by the preset. In Python, Args(preset="wsrl") sets no other option: write
+    Args(**default_options(env_id, "wsrl"))."""
     options = {"env_id": env_id, "preset": preset}
     if env_id == BUILT_IN:
         options |= PENDULUM
@@ -1699,45 +1654,46 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
     return options
 
 
-LEARNER = dict(  # --learner takes all other options from the first command
-    learner=True,
-    resume=False,
-    run_dir=None,
-    demo_path=None,
-    offline_data_path=[],
-    suboptimal_data_path=[],
-    random_data_path=[],
-)
-
-
-def saved_options(first: FirstOptions) -> dict:
-    """Options of the run that --resume continues, or of the warm-up that --learner continues"""
-    saved = {}
-    path = Path(first.run_dir or "", "args.json")
-    if first.resume and first.run_dir and path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8")) | dict(resume=True)
-    elif first.learner and first.checkpoint_path:
-        saved = read_checkpoint(first.checkpoint_path)["args"] | LEARNER
-        saved["checkpoint_path"] = first.checkpoint_path
-    return saved
+# The agent and the rows of a saved run depend on these options: they cannot change later.
+FIXED = (
+    "preset env_id hidden_size layer_norm num_critics init_alpha gamma reward_scale "
+    "offline_data_path suboptimal_data_path random_data_path demo_weight success_weight_bonus "
+    "buffer_size use_prioritized_replay priority_alpha warmup_steps early_stop_patience "
+    "offline_objective retention_ratio retention_by"
+).split()
+FILES = "run_dir resume learner checkpoint_path demo_path".split()  # each command has its own
 
 
 def parse_args() -> Args:
-    """The defaults are the saved options, if there are any, else those of task and preset."""
+    """The defaults are the options of the run that --resume continues or of the warm-up that
+    --learner continues, else those of default_options."""
     first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    saved = saved_options(first)
+    args_path = Path(first.run_dir or "", "args.json")
+    options = default_options(first.env_id, first.preset)
+    fixed = []
+    if first.resume and first.run_dir and args_path.exists():
+        options = json.loads(args_path.read_text(encoding="utf-8"))
+        fixed = FIXED
+    elif first.learner and first.checkpoint_path:
+        options = read_checkpoint(first.checkpoint_path)["args"] | dict(run_dir=None, resume=False)
+        fixed = FIXED
     # Without __init__ there are no checks: the command line may correct a saved option.
     defaults = object.__new__(Args)
-    vars(defaults).update(asdict(Args()) | (saved or default_options(first.env_id, first.preset)))
+    vars(defaults).update(asdict(Args()) | options)
     args = tyro.cli(Args, description=__doc__, default=defaults)
-    if saved and args.preset != saved["preset"]:
-        sys.exit(
-            f"--preset cannot change here from {saved['preset']}: give the options that differ"
-        )
     for name, value in asdict(args).items():
-        if saved and name not in LEARNER and value != saved[name]:
-            print(f"changed: {flag(name)} {saved[name]} -> {value}")
+        default = options.get(name, value)
+        if value == default or name in FILES:
+            continue
+        if name in fixed:
+            sys.exit(f"a saved run cannot change {flag(name)} from {default}")
+        print(f"changed: {flag(name)} {default} -> {value}")
     return args
+
+
+def flag(name) -> str:
+    """The option of the command line for a field of Args"""
+    return "--" + name.replace("_", "-")
 
 
 def replace_text(path: Path, text: str):
@@ -1753,28 +1709,23 @@ def write_checkpoint(path: Path, state: dict):
     os.replace(f"{path}.tmp", path)
 
 
-def flag(name) -> str:
-    """The option of the command line for a field of Args"""
-    return "--" + name.replace("_", "-")
-
-
 def start_run(args, env, device) -> State:
     """Begin with new networks, or with --learner where the first command ended."""
-    check_paths(args)
-    for name, value in PRESETS[args.preset].items():
-        if getattr(args, name) != value:
-            print(
-                f"preset {args.preset} has {flag(name)} {value}: this run has {getattr(args, name)}"
-            )
+    new_paths = []
+    if args.run_dir and not args.resume:
+        new_paths.append(Path(args.run_dir))
+    if args.ends_after_warmup():
+        new_paths += [Path(args.checkpoint_path), args.kept_rows_path()]
+    for path in new_paths:
+        if path.exists():
+            sys.exit(f"{path} already exists; nothing is overwritten")
     rows, heldout_rows, data_returns = load_offline_data(args, env)
     offline_rb = make_buffer(args, len(rows), env)
     offline_rb.extend(rows)
     online_rb = make_buffer(args, args.buffer_size, env)
     progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     if args.learner:
-        checkpoint = read_checkpoint(args.checkpoint_path)
-        refuse_changes(args, checkpoint["args"], FIXED_NETWORKS)
-        agent = WarmupAgent.load(checkpoint, device, args)
+        agent = WarmupAgent.load(args.checkpoint_path, device, args)
         progress.warmup_updates = agent.updates
         progress.is_online = True
     else:
@@ -1782,22 +1733,18 @@ def start_run(args, env, device) -> State:
         agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
 
     # The folder is made after all files were read: if one cannot be used, there is no new folder.
-    if args.exp_name and not args.run_dir:
-        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
-        args = replace(args, run_dir=f"runs/{name}")
     state = State(Run(args), agent, offline_rb, online_rb, progress)
     if args.warmup_steps == 0 and not args.learner:
         end_warmup(state)
     first_row = {"global_step": progress.global_step, "charts/env_steps": 0}
     state.run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
-    progress.newest = state.run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
     return state
 
 
 def hand_over(agent, offline_rb, env):
     """Write the two files that --learner reads, the agent last: if it exists, both are complete."""
     checkpoint_path = Path(agent.args.checkpoint_path)
-    kept_rows_path = Path(agent.args.kept_rows_path())
+    kept_rows_path = agent.args.kept_rows_path()
     if not checkpoint_path.exists():
         for path in (checkpoint_path, kept_rows_path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -1817,31 +1764,11 @@ def save_run(state):
     write_checkpoint(state.run.dir / "latest.pth", checkpoint)
 
 
-# A checkpoint depends on these options. --learner and --resume cannot change the first ones, and
-# --resume cannot change the others.
-FIXED_NETWORKS = "hidden_size layer_norm num_critics init_alpha".split()
-OTHER_FIXED = (
-    "env_id offline_data_path suboptimal_data_path random_data_path demo_path checkpoint_path "
-    "learner demo_weight success_weight_bonus gamma buffer_size use_prioritized_replay "
-    "priority_alpha warmup_steps early_stop_patience offline_objective retention_ratio "
-    "retention_by"
-).split()
-
-
-def refuse_changes(args, saved: dict, names):
-    for name in names:
-        if getattr(args, name) != saved[name]:
-            sys.exit(f"a saved run cannot change {flag(name)} from {saved[name]}")
-
-
 def load_run(args, env, device) -> State:
     """Continue a run from its latest.pth."""
     saved = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
-    refuse_changes(args, saved["agent"]["args"], FIXED_NETWORKS + OTHER_FIXED)
     agent = WarmupAgent.load(saved["agent"], device, args)
     progress = Progress(**saved["progress"])
-    for losses in progress.losses:
-        losses |= {name: value.to(device) for name, value in losses.items()}
     offline_rb = make_buffer(args, len(saved["offline_rb"]["priorities"]), env)
     offline_rb.load_state_dict(saved["offline_rb"])
     online_rb = make_buffer(args, args.buffer_size, env)
@@ -1870,11 +1797,8 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
