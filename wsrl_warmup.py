@@ -140,8 +140,8 @@ class Args:
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
     exp_name: str = Path(__file__).stem  # first part of the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
-    save_every: int = 10_000  # steps between checkpoints; online they wait for an episode's end
-    eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
+    save_every: int = 10_000  # steps between checkpoints; online they are written between episodes
+    eval_every: int = 5_000  # steps between evaluations; online they take place between episodes
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
     track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
@@ -151,7 +151,9 @@ class Args:
     demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl, same folder)
     learner: bool = False  # second command: train online from checkpoint_path and demo_path
     make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
-    expert_path: str | None = None  # final_model.pth of the expert of --make-data (None: a script)
+    expert_path: str | None = (
+        None  # expert of --make-data: a final_model.pth (None: Pendulum has a script)
+    )
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
@@ -172,7 +174,7 @@ class Args:
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # std of noise on normalized observations in the warm-up
-    early_stop_patience: int = 0  # stop after this many of 20 checks without improvement (0: off)
+    early_stop_patience: int = 0  # checks without improvement that end the warm-up (0: none)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -274,8 +276,7 @@ def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
 
 
 def add_dropout(network, dropout):  # warm-up: overfitting
-    """Put dropout behind each ReLU. The weights keep their names: an agent without dropout can load
-    the weights of an agent with dropout."""
+    """Put dropout behind each ReLU. The weights have the same names with and without dropout."""
     for i, layer in enumerate(network):
         if isinstance(layer, nn.ReLU):
             network[i] = nn.Sequential(layer, nn.Dropout(dropout))
@@ -350,7 +351,7 @@ def conservative_gap(q_values, log_densities, data_q_values):
 
 
 def normalize_weights(weights):
-    """Divide by the mean of the batch, so that weights do not change the learning rate."""
+    """Divide by their mean: larger weights would act like a larger learning rate."""
     return weights / weights.mean()
 
 
@@ -509,7 +510,7 @@ class WarmupAgent(nn.Module):
         return F.softplus(self.raw_alpha)  # stays positive
 
     def noise(self, like):
-        return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
+        return torch.randn(like.shape).to(like)  # drawn on the CPU: the same on all devices
 
     def policy(self, features):
         """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
@@ -596,7 +597,8 @@ class WarmupAgent(nn.Module):
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
             for states in (features, next_features):  # pi(s) and pi(s'), all evaluated in s
                 mean, std = self.policy(states)
-                sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
+                noise = torch.randn(shape).to(features)
+                sampled, logprobs = tanh_normal(mean, std, noise)  # (K,N,C), (K,N)
                 actions.append(sampled)
                 log_densities.append(logprobs)
         actions = torch.cat(actions)  # (M,N,C)
@@ -962,7 +964,7 @@ class Progress:
 
 @dataclass
 class State:
-    """What a run consists of"""
+    """The folder, the agent, the buffers and the counters of a run"""
 
     run: "Run"
     agent: WarmupAgent
@@ -1095,8 +1097,10 @@ def end_warmup(state):
     progress.is_online = True
     progress.heldout = {}
     if progress.best_agent:
-        # The number of updates goes on, because it seeds the draws and the noise.
-        state.agent.restore(progress.best_agent | {"updates": state.agent.updates})
+        # Both counters go on: the number of updates seeds the draws and the noise.
+        best_agent = progress.best_agent | {"updates": state.agent.updates}
+        best_agent["model"]["skipped_steps"] = state.agent.skipped_steps
+        state.agent.restore(best_agent)
         progress.best_agent = None
     state.offline_rb = filter_offline_data(
         state.offline_rb, args.retention_ratio, args.retention_by, state.agent
@@ -1147,15 +1151,10 @@ def log_line(state, row, bar):
     show_status(bar, run.newest)
 
 
-STATUS = (
-    "losses/critic_loss",
-    "losses/actor_loss",
-    "losses/alpha_loss",
-    "losses/alpha",
-    "losses/skipped_steps",
-    "buffer/offline_frac",
-    "eval/episodic_return",
-)
+STATUS = (  # the numbers beside the bar
+    "losses/critic_loss losses/actor_loss losses/alpha_loss losses/alpha losses/skipped_steps "
+    "buffer/offline_frac eval/episodic_return"
+).split()
 
 
 def show_status(bar, metrics: dict):
@@ -1228,7 +1227,7 @@ def make_gym_env(env_id):
 def make_row_dtype(env) -> np.dtype:
     """A row of a buffer: a transition, its action in [-1,1], and the columns of rate_episodes"""
     obs = ("f4", env.observation_space.shape)
-    scalars = ("rewards", "masks", "dones", "weights", "quality", "returns", "is_cloned")
+    scalars = "rewards masks dones weights quality returns is_cloned".split()
     columns = [("obs", *obs), ("next_obs", *obs), ("actions", "f4", env.action_space.shape)]
     return np.dtype(columns + [(name, "f4") for name in scalars])
 
@@ -1274,7 +1273,7 @@ COLUMNS = {  # name in a data file: name in a buffer
     "is_cloned": "is_cloned",
 }
 # A data file may leave these out. to_rows fills masks or dones, rate_episodes the others.
-OPTIONAL = ("masks", "dones", "weights", "quality", "returns", "is_cloned")
+OPTIONAL = "masks dones weights quality returns is_cloned".split()
 
 
 def swing_up(obs):
@@ -1482,7 +1481,7 @@ def hold_out(episodes, is_clone):  # warm-up: overfitting
     ]
     heldout = candidates[9::10]
     if not heldout:
-        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
+        sys.exit("--early-stop-patience needs ten episodes")
     training = [episode for i, episode in enumerate(episodes) if i not in heldout]
     return training, [episodes[i] for i in heldout]
 
@@ -1510,7 +1509,7 @@ def draw_pendulum(obs):
 
 
 def write_video(path, agent, env):
-    """A GIF of one evaluation episode, every fourth step"""
+    """A GIF of an episode without noise, every fourth step"""
     from PIL import Image
 
     pictures = []
@@ -1736,8 +1735,8 @@ def start_run(args, env, device) -> State:
     state = State(Run(args), agent, offline_rb, online_rb, progress)
     if args.warmup_steps == 0 and not args.learner:
         end_warmup(state)
-    first_row = {"global_step": progress.global_step, "charts/env_steps": 0}
-    state.run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
+    row = evaluate_policy(agent, env, args.eval_episodes)
+    state.run.log({"global_step": progress.global_step, "charts/env_steps": 0} | row)
     return state
 
 

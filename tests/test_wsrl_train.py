@@ -691,6 +691,16 @@ def test_early_stop_restores_the_best(tmp_path, data, monkeypatch, capsys):
     assert [row["global_step"] for row in lines] == [0, 1, 2, 3, 4], "a step that was not made"
 
 
+def test_skipped_steps_are_still_counted_when_the_best_weights_return(tmp_path, data, monkeypatch):
+    def skip_all(loss, *optimizers):
+        return torch.tensor(1.0)
+
+    watch_heldout(monkeypatch, [1.0, 2.0])
+    monkeypatch.setattr(wsrl_warmup, "gradient_step", skip_all)
+    run(tmp_path / "run", data, early_stop_patience=1, online_steps=0)
+    assert rows(tmp_path / "run")[-1]["losses/skipped_steps"] == 4  # two of each update
+
+
 def test_a_first_check_that_is_nan_is_not_the_best(tmp_path, data, monkeypatch):
     checked = watch_heldout(monkeypatch, [float("nan"), 2.0, 5.0, 4.0])
     run(tmp_path / "run", data, early_stop_patience=2, checkpoint_path=str(tmp_path / "warm.pth"))
