@@ -17,43 +17,27 @@
             3 target networks
         copy the weights to the actor
 
-SAC moves the arm. A double DQN head on the same encoder chooses the gripper command: close, stay or
-open. The Q function of the arm does not get this command as an input, so its values are averages
-over the commands in the data.
-
-The policy of the gripper has no noise. It explores only in the first --random-steps. If there are
-none, demonstrations or a human must show when to close and open. The arm explores in every step. An
-untrained policy has a standard deviation near 1: its actions are large, also with --random-steps 0.
-With a real arm, start from demonstrations, with a small --training-starts.
+SAC moves the arm. A double DQN on the same encoder chooses the gripper command: close, stay or open.
+The Q function of the arm does not see this command: its values are averages over the commands in the
+data. The policy of the gripper has no noise, so it explores only in the first --random-steps.
 
 In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
-human is noisy, makes mistakes, and moves at half the maximum speed. A policy that imitates this
-human succeeds less often than the human. Reinforcement learning succeeds as often and needs half as
-many steps (docs/sac_hybrid.md has the measurements).
+human is slow and makes mistakes. Imitation of this human succeeds less often than the human.
+Reinforcement learning succeeds as often and needs half as many steps (docs/sac_hybrid.md).
 
-wsrl_warmup.py has the same SAC, without the following parts. Comments mark their code:
+wsrl_warmup.py has the same SAC without these parts, whose code has comments with their names:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
     hybrid: grasp    - the critic of the gripper
     hybrid: cloning  - a behavior-cloning loss for the motion of the arm (--bc-weight)
 
-What differs from HIL-SERL:
-- There is no reward classifier. The image encoder is small, ends in a spatial softmax and is not
-  pretrained. One encoder serves all cameras, the critics, the gripper and the actor.
-- Actor and learner take turns (--utd). HIL-SERL is asynchronous; --utd 0 does the same here.
-- The update of the actor uses the features from before the step of the critics and the encoder.
-- The target bootstraps after a time limit. A demonstration file without masks does not tell a time
-  limit from a termination; there the target bootstraps at no end of an episode.
-- final_model.pth is the policy with the best evaluation.
-- The critics share the scale and bias of LayerNorm. HIL-SERL has no behavior-cloning loss.
-- The built-in human takes over at a random step, until the end of the episode. A real human takes
-  over when the policy is about to fail.
+What differs from HIL-SERL: there is no reward classifier. The image encoder is small, not pretrained,
+and serves critics, gripper and actor. Actor and learner take turns, unless --utd is 0. A time limit
+bootstraps. final_model.pth is the policy with the best evaluation. The page lists the rest.
 What differs from SAC (arXiv:1812.05905): the actor follows the mean of the critics instead of the
 minimum, the target of the critics has no entropy bonus, and the target entropy is -A/2.
 
-Shapes: N rows, D features, A action dims, C continuous ones of these, G grasps, E critics.
-A transition is stored as a numpy record. A grasp is the number of a combined command to all
-grippers; with one gripper, 0 closes, 1 stays and 2 opens.
-The algorithm comes first and ends with `main`. Environment, data files and logging stand below it.
+Shapes: N rows, D features, A action dims, C continuous ones of these, G grasps, E critics. A grasp
+is the index of a combined command to all grippers; with one gripper, 0 closes, 1 stays and 2 opens.
 
     python sac_hybrid.py                       # lift the bar: one or two minutes on a CPU
     python sac_hybrid.py --algorithm bc        # imitate this human instead (HG-DAgger)
@@ -194,6 +178,7 @@ class Args:
         must_be_positive = (
             "num_threads", "save_every", "eval_every", "log_interval", "hidden_size", "max_steps",
             "batch_size", "lr", "cta_ratio", "num_critics", "num_sampled_critics", "init_alpha",
+            "buffer_size",
         )  # fmt: skip
         for name, value in vars(self).items():
             option = f"--{name.replace('_', '-')} {value}"
@@ -205,8 +190,6 @@ class Args:
                 raise ValueError(f"{option}: must be in [0, 1]")
         if self.num_sampled_critics > self.num_critics:
             raise ValueError("--num-sampled-critics must be at most --num-critics")
-        if self.buffer_size < 2:
-            raise ValueError("--buffer-size must be at least 2: a transition has two frames")
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
             raise ValueError(
@@ -312,7 +295,7 @@ class ImageEncoder(nn.Module):  # hybrid: images
         weights = x.flatten(2).softmax(-1).view_as(x)
         _, _, height, width = x.shape
         if min(height, width) == 1:
-            raise ValueError("a camera image is too small beside that of the largest camera")
+            raise ValueError("the convolutions leave one row or one column of an image")
         rows = torch.linspace(-1, 1, height, device=x.device)
         columns = torch.linspace(-1, 1, width, device=x.device)
         mean_row = weights.sum(3) @ rows  # (N,16)
@@ -328,17 +311,11 @@ class Encoder(nn.Module):  # hybrid: images
     def __init__(self, obs_shapes: dict[str, tuple]):
         super().__init__()
         self.image_keys = [key for key, shape in obs_shapes.items() if len(shape) == 3]
-        self.vector_keys = [key for key, shape in obs_shapes.items() if len(shape) == 1]
+        self.vector_keys = [key for key in obs_shapes if key not in self.image_keys]
         state_dim = sum(obs_shapes[key][0] for key in self.vector_keys)
         self.dim = state_dim
-        channels = {key: obs_shapes[key][-1] for key in self.image_keys}
-        if len(set(channels.values())) > 1:
-            raise ValueError(f"the cameras have {channels} channels: expected equal numbers")
-        if self.image_keys:  # one encoder for all cameras
-            largest = max(
-                obs_shapes[key] for key in self.image_keys
-            )  # the shape with the most rows
-            self.image = ImageEncoder(largest)
+        if self.image_keys:  # one encoder for all cameras, made for the one with the most rows
+            self.image = ImageEncoder(max(obs_shapes[key] for key in self.image_keys))
             self.dim += self.image.dim * len(self.image_keys)
         if self.image_keys and self.vector_keys:
             self.embed_state = embedding(state_dim, 64)
@@ -381,7 +358,7 @@ def grasp_target(rewards, grasp_penalty, masks, next_q, next_q_target, gamma):
 
 # --- update ---
 def gradient_step(loss, *optimizers) -> torch.Tensor:
-    """Make one step with each optimizer. If a gradient is not finite, change nothing.
+    """Make one step with each optimizer. If the norm of all gradients is not finite, change nothing.
     -> 1 if the step was skipped, else 0"""
     parameters = []
     for optimizer in optimizers:
@@ -391,10 +368,11 @@ def gradient_step(loss, *optimizers) -> torch.Tensor:
     loss.backward(inputs=parameters)
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     is_skipped = (~nn.utils.get_total_norm(grads).isfinite()).float()
-    if is_skipped.device.type == "mps" and is_skipped:  # on this device Adam ignores found_inf
+    if is_skipped.device.type == "mps" and is_skipped:  # there Adam ignores found_inf, see below
         return is_skipped
     for optimizer in optimizers:
-        optimizer.found_inf = is_skipped  # if it is 1, fused Adam skips the step on the device
+        # Fused Adam does nothing if this tensor is 1. An `if` would wait for the GPU in each step.
+        optimizer.found_inf = is_skipped
         optimizer.step()
     return is_skipped
 
@@ -403,7 +381,7 @@ class SACHybridAgent(nn.Module):
     """Actor, critics and target networks. A batch is a dict of tensors:
 
     obs, next_obs                     dicts of (N,H,W,channels) uint8 and (N,n) float32
-    actions, grasps                   (N,C) in [-1,1]; (N,) number of the gripper command
+    actions, grasps                   (N,C) in [-1,1]; (N,) index of the gripper command
     rewards, masks, grasp_penalty     (N,)   masks: 0 where the episode terminated
     is_demo                           (N,)   True on rows of demo_rb, interventions included
     """
@@ -456,8 +434,8 @@ class SACHybridAgent(nn.Module):
     def alpha(self):
         return F.softplus(self.raw_alpha)  # stays positive
 
-    def noise(self, like):
-        return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
+    def noise(self, like, rng):
+        return torch.randn(like.shape, generator=rng).to(like)  # equal on every device
 
     def policy(self, features):
         """The mean and the standard deviation of an action before the tanh.  (N,D) -> 2 x (N,C)"""
@@ -467,7 +445,7 @@ class SACHybridAgent(nn.Module):
     def update(self, batch: dict, train_actor: bool = True) -> dict:
         args = self.args
         # The seed depends on the number of the update, so --resume needs no state of a generator.
-        torch.manual_seed(args.seed * 1_000_003 + self.updates)
+        rng = torch.Generator().manual_seed(args.seed * 1_000_003 + self.updates)
         self.updates += 1
 
         # 1 critics
@@ -475,10 +453,11 @@ class SACHybridAgent(nn.Module):
             next_features = self.critic.encoder(batch["next_obs"])
             next_features_target = self.critic_target.encoder(batch["next_obs"])
             next_mean, next_std = self.policy(next_features)
-            next_actions, next_logprobs = tanh_normal(next_mean, next_std, self.noise(next_mean))
+            noise = self.noise(next_mean, rng)
+            next_actions, next_logprobs = tanh_normal(next_mean, next_std, noise)
             next_q = self.critic_target.qf(next_features_target, next_actions)  # (E,N)
             if args.num_sampled_critics < args.num_critics:  # REDQ (arXiv:2101.05982)
-                drawn = torch.randperm(args.num_critics)[: args.num_sampled_critics]
+                drawn = torch.randperm(args.num_critics, generator=rng)[: args.num_sampled_critics]
                 next_q = next_q[drawn.to(next_q.device)]
             next_value = next_q.min(0).values  # (N,)
             if args.backup_entropy:
@@ -508,12 +487,12 @@ class SACHybridAgent(nn.Module):
         # 2 actor and temperature
         actor_losses = {}
         if train_actor:
-            # The features are from before the step of the encoder above; qf is from after it. A
-            # second pass through the encoder would be exact, and slower.
+            # The features are from before the step of the encoder above, and qf is from after it. A
+            # second pass through the encoder would give new features, and take time.
             features = features.detach()
             alpha = self.alpha()
             mean, std = self.policy(features)
-            actions, logprobs = tanh_normal(mean, std, self.noise(mean))
+            actions, logprobs = tanh_normal(mean, std, self.noise(mean, rng))
             # SAC takes the minimum of the critics here, RLPD and HIL-SERL take the mean.
             objective = self.critic.qf(features, actions).mean(0) - alpha.detach() * logprobs
             entropy = -logprobs.detach().mean()
@@ -553,7 +532,7 @@ class SACHybridAgent(nn.Module):
         return {name: value.detach() for name, value in losses.items()}
 
     @torch.no_grad()
-    def act(self, obs: dict[str, np.ndarray], noise=0.0) -> np.ndarray:
+    def act(self, obs: dict[str, np.ndarray], noise=0.0):
         """The arm gets tanh(mean + noise * std), the grippers get the best grasp.
         -> (A,) in [-1,1]"""
         tensors = {}
@@ -600,8 +579,8 @@ class SACHybridAgent(nn.Module):
         self.updates = checkpoint["updates"]
 
     def load(self, checkpoint):
-        """Load final_model.pth, given as a path or as a loaded dict. The options and the sizes come
-        from the file."""
+        """Load final_model.pth, given as a path or as a loaded dict. Options and shapes come from
+        the file; the action dims must be those of this agent."""
         if not isinstance(checkpoint, dict):
             checkpoint = torch.load(checkpoint, map_location="cpu", weights_only=True)
         args = Args(**checkpoint["args"])
@@ -625,7 +604,7 @@ SCALARS = (
 )
 
 
-def make_record_dtype(obs_shapes: dict[str, tuple], action_dim) -> np.dtype:
+def make_record_dtype(obs_shapes: dict[str, tuple], action_dim):
     frame = []
     for key, shape in obs_shapes.items():
         frame.append((key, np.uint8 if len(shape) == 3 else np.float32, shape))
@@ -668,7 +647,7 @@ class FrameBuffer:
     def read_frames(self, numbers):
         return self.slots["next_obs"][numbers % len(self.slots)]
 
-    def write_frame(self, frame, start) -> int:
+    def write_frame(self, frame, start):
         slot = self.num_frames % len(self.slots)
         self.slots["next_obs"][slot] = frame
         self.starts[slot] = start
@@ -755,9 +734,8 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     frames = np.concatenate([online_frames, demo_frames])
     if args.augment_pad:  # hybrid: images
         for obs in (frames, slots["next_obs"]):
-            for key in obs.dtype.names:
-                if obs[key].ndim == 4:
-                    obs[key] = random_shift(obs[key], args.augment_pad, rng)
+            for key in agent.critic.encoder.image_keys:
+                obs[key] = random_shift(obs[key], args.augment_pad, rng)
     batch = to_tensors(slots, device)
     batch["obs"] = to_tensors(frames, device)
     batch["is_demo"] = torch.arange(len(slots), device=device) >= num_online
@@ -767,20 +745,20 @@ def sample_batch(agent, online_rb, demo_rb) -> dict:
     return batch
 
 
-def learn(agent, online_rb, demo_rb, progress):
+def learn(state):
     """Make one update."""
+    agent = state.agent
     args = agent.args
-    batch = sample_batch(agent, online_rb, demo_rb)
+    batch = sample_batch(agent, state.online_rb, state.demo_rb)
     if args.algorithm == "bc":
         stats = agent.update_bc(batch)
     else:
         train_actor = (agent.updates + 1) % args.cta_ratio == 0  # update() adds 1 to agent.updates
         stats = agent.update(batch, train_actor)
     stats = {f"losses/{name}": value for name, value in stats.items()}
-    num_demo = batch["is_demo"].sum()
-    progress.add(
-        stats | {"buffer/demo_rows": num_demo, "buffer/online_rows": args.batch_size - num_demo}
-    )
+    stats["buffer/demo_rows"] = batch["is_demo"].sum()
+    stats["buffer/online_rows"] = args.batch_size - stats["buffer/demo_rows"]
+    state.progress.add(stats)
 
 
 # --- rollout ---
@@ -813,36 +791,32 @@ class Robot:
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1
         if (
             not (is_vector and space.is_bounded())
-            or (space.low == space.high).any()
             or len(space.low) % num_arms
             or len(space.low) <= num_grippers
         ):
-            expected = f"a bounded Box with low < high that fits --setup-mode {args.setup_mode}"
-            sys.exit(f"--env-id {args.env_id} has actions {space}: expected {expected}")
-        try:
-            inspect.signature(self.env.reset).bind(seed=0)
-            self.takes_seed = True
-        except TypeError:
-            self.takes_seed = False
-            print("reset() takes no seed: evaluations of different runs have different episodes")
+            sys.exit(
+                f"--env-id {args.env_id} has actions {space}: expected a bounded Box that fits "
+                f"--setup-mode {args.setup_mode}"
+            )
+        parameters = inspect.signature(self.env.reset).parameters
+        self.takes_seed = bool({"seed", "kwargs"} & parameters.keys())
         first_obs = self.reset_env(seed=0)
-        obs_shapes = {}
-        for key in args.image_keys or sorted(first_obs):
-            if key not in first_obs:
-                sys.exit(f"--image-keys {key}: the environment observes {sorted(first_obs)}")
-            obs_shapes[key] = to_array(key, first_obs[key]).shape
-        self.set_spaces(args, obs_shapes, space.low, space.high)
+        keys = args.image_keys or sorted(first_obs)
+        first_obs = select_obs(first_obs, dict.fromkeys(keys))
+        obs_shapes = {key: list(value.shape) for key, value in first_obs.items()}
+        spaces = dict(obs_shapes=obs_shapes, low=space.low.tolist(), high=space.high.tolist())
+        self.set_spaces(args, spaces)
 
-    def set_spaces(self, args, obs_shapes, low, high):
+    def set_spaces(self, args, spaces):
         self.args = args
-        self.spaces = dict(obs_shapes=obs_shapes, low=low.tolist(), high=high.tolist())
-        self.obs_shapes = obs_shapes  # shapes of what the policy sees
-        self.low = low  # bounds of the actions of the environment
-        self.high = high
-        self.center = (high + low) / 2
-        self.scale = (high - low) / 2
-        self.layout = ActionLayout(len(low), SETUP_MODES[args.setup_mode][1])
-        self.record_dtype = make_record_dtype(obs_shapes, len(low))
+        self.spaces = spaces
+        self.obs_shapes = {key: tuple(shape) for key, shape in spaces["obs_shapes"].items()}
+        self.low = np.float32(spaces["low"])  # bounds of the actions of the environment
+        self.high = np.float32(spaces["high"])
+        self.center = (self.high + self.low) / 2
+        self.scale = (self.high - self.low) / 2
+        self.layout = ActionLayout(len(self.low), SETUP_MODES[args.setup_mode][1])
+        self.record_dtype = make_record_dtype(self.obs_shapes, len(self.low))
 
     def make_agent(self, device):
         return SACHybridAgent(
@@ -877,7 +851,7 @@ class Robot:
         self.was_human = False
         self.rewards = []
 
-    def step(self, action) -> np.ndarray:
+    def step(self, action):
         """Make one step of the environment.  -> its record, which has the action of the human if a
         human acted"""
         # 1 the policy sends its action; instead of "stay" the gripper gets its last command again
@@ -898,12 +872,11 @@ class Robot:
         self.rewards.append(to_array("reward", reward, (1,)).item())
 
         # 3 record what happened; `action` still has "stay", because the record is for learning
-        record = np.zeros((), self.record_dtype)
-        record["obs"] = tuple(self.obs.values())
-        record["next_obs"] = tuple(next_obs.values())
-        record["actions"] = action
         penalty = info.get("grasp_penalty", GRASP_PENALTY * num_toggles)
-        numbers = dict(
+        columns = dict(
+            obs=tuple(self.obs.values()),
+            next_obs=tuple(next_obs.values()),
+            actions=action,
             rewards=self.rewards[-1],
             masks=not (terminated or (truncated and self.args.timeout_terminal)),
             dones=terminated or truncated,
@@ -915,14 +888,15 @@ class Robot:
             episodic_return=sum(self.rewards),
             episodic_length=len(self.rewards),
         )
-        for name, number in numbers.items():
-            record[name] = number
+        record = np.zeros((), self.record_dtype)
+        for name, value in columns.items():
+            record[name] = value
         self.was_human = is_human
         self.obs = next_obs
         self.is_done = bool(record["dones"])
         return record
 
-    def take_turn(self, step, weights) -> np.ndarray:
+    def take_turn(self, step, weights):
         """Take the environment step with this number.  -> its record"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
         rng = random_numbers(self.args.seed, "step", step)
@@ -932,7 +906,7 @@ class Robot:
             self.reset(int(rng.integers(2**31)), allow_intervention=True)
         return self.step(explore(self.acting_agent, self.obs, step, rng))
 
-    def play(self, act, seed) -> np.ndarray:
+    def play(self, act, seed):
         """Play an episode of act(obs) without interventions.  -> its records"""
         self.reset(seed)
         records = []
@@ -940,7 +914,7 @@ class Robot:
             records.append(self.step(act(self.obs)))
         return np.stack(records)
 
-    def play_policy(self, seed, weights) -> np.ndarray:
+    def play_policy(self, seed, weights):
         """Play an episode of the policy without noise.
         -> the last record; `interventions` is 1 if a human acted in the episode"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
@@ -953,7 +927,7 @@ class Robot:
             self.env.close()
 
 
-def explore(agent, obs, step, rng) -> np.ndarray:
+def explore(agent, obs, step, rng):
     """A sample of the policy, or a random action in the first random_steps"""
     layout = agent.layout
     if step < agent.args.random_steps:
@@ -968,9 +942,8 @@ def explore(agent, obs, step, rng) -> np.ndarray:
 class ActorThread(threading.Thread):
     """Takes environment steps with the newest weights, and hands their records to the learner.
 
-    After each step the actor waits while the learner updates. Then the learner waits while the
-    actor takes its next step. With --utd 0 the actor waits only at the end of an episode, where the
-    learner evaluates and saves. The learner does not wait then: it updates until a record arrives.
+    After each step the actor waits until the learner has updated. With --utd 0 it waits only where
+    an episode ends, until the learner has evaluated and saved.
     """
 
     def __init__(self, robot, steps, newest, arrivals):
@@ -980,34 +953,32 @@ class ActorThread(threading.Thread):
         self.newest = newest
         self.arrivals = arrivals
         self.may_continue = threading.Semaphore(0)
-        self.is_stopped = False
+        self.start()
 
     def run(self):
         try:
             for step in self.steps:  # all actors share this iterator
                 record = self.robot.take_turn(step, self.newest["weights"])
                 self.arrivals.put((self, record))
-                if self.robot.args.utd or record["dones"]:
+                if self.waits_after(record):
                     self.may_continue.acquire()
-                if self.is_stopped:
-                    return
         except BaseException as error:
             self.arrivals.put((self, error))  # instead of a record; the learner raises it
 
+    def waits_after(self, record):
+        return self.robot.args.utd > 0 or record["dones"] > 0
+
     def stop(self):
-        """Wait until the thread has left the environment."""
-        self.is_stopped = True
+        """Wait until the thread has left the environment. There must be no steps left."""
         self.may_continue.release()
         self.join(timeout=3)
         if self.is_alive():
-            print(
-                "waiting until the robot ends its step or reset; Ctrl-C does not wait", flush=True
-            )
+            print("waiting until the robot ends its step; Ctrl-C does not wait", flush=True)
             self.join()
 
 
 # --- evaluate ---
-def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals) -> dict[str, float]:
+def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals):
     """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
 
     An episode in which a human acted is no success, and the other means leave it out. A signal ends
@@ -1032,18 +1003,25 @@ def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals) -> d
     return metrics
 
 
-def select_policy(agent, robot, progress, signals) -> dict[str, float]:
+def select_policy(state, robot, signals):
     """Evaluate the policy, and keep it if no earlier one was better: by success, then by return,
     then by speed.  -> the metrics of the evaluation"""
-    row = evaluate_policy(agent, robot, "eval", 10_000, agent.args.eval_episodes, signals)
-    progress.is_eval_due = signals.received and not row
-    if not row:
-        return {}
-    score = [row["eval/success_rate"], row["eval/episodic_return"], -row["eval/episodic_length"]]
-    # Python compares lists by the first entry that differs; the empty list is less than the others.
-    if score >= progress.best_score:
-        progress.best_score = score
-        progress.best_agent = agent.checkpoint()
+    agent = state.agent
+    args = agent.args
+    progress = state.progress
+    row = evaluate_policy(agent, robot, "eval", 10_000, args.eval_episodes, signals)
+    if row or not signals.received:  # --resume repeats an evaluation that a signal has cut off
+        progress.next_eval = (progress.global_step // args.eval_every + 1) * args.eval_every
+    if row:
+        score = [
+            row["eval/success_rate"],
+            row["eval/episodic_return"],
+            -row["eval/episodic_length"],
+        ]
+        # Python compares lists by the first entry that differs; an empty list is the smallest.
+        if score >= progress.best_score:
+            progress.best_score = score
+            progress.best_agent = agent.checkpoint()
     return row
 
 
@@ -1053,11 +1031,11 @@ class Progress:
     """The state of a run besides the agent and the buffers"""
 
     global_step: int = 0  # environment steps
+    next_eval: int = 1  # the next evaluation is where the episode of this step ends
     updates_due: float = 0.0
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
     human_takeovers: int = 0
-    is_eval_due: bool = True  # the first evaluation follows the first episode
     sums: dict = field(default_factory=dict)  # of each statistic since the last logged line
     counts: dict = field(default_factory=dict)  # numbers in each sum
     best_score: list[float] = field(default_factory=list)
@@ -1069,7 +1047,7 @@ class Progress:
             self.sums[name] = self.sums.get(name, 0.0) + value
             self.counts[name] = self.counts.get(name, 0) + 1
 
-    def take_means(self) -> dict[str, float]:
+    def take_means(self):
         """The mean of each statistic since the last call. It is NaN if one of the numbers is."""
         means = {name: float(value) / self.counts[name] for name, value in self.sums.items()}
         self.sums = {}
@@ -1077,44 +1055,44 @@ class Progress:
         return means
 
 
-def train(args, device, robots, signals) -> dict[str, float]:
-    """The learner: receive transitions, update, evaluate, log and save.  -> the last metrics"""
-    agent = robots[0].make_agent(device)
-    run, progress = start_run(args, agent, robots[0])
-    online_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
-    demo_rb = FrameBuffer(args.buffer_size, robots[0].record_dtype)
-    # records.bin has the demonstrations, and after --resume the transitions of the run.
-    for record in read_records(run.dir / "records.bin", robots[0].record_dtype):
-        store(record, online_rb, demo_rb)
-    record_file = open(run.dir / "records.bin", "ab")
-    save_dir = Path(args.save_dir or run.dir)
-    save_dir.mkdir(parents=True, exist_ok=True)
+@dataclass
+class State:
+    """What a run consists of"""
 
+    run: "Run"
+    agent: SACHybridAgent
+    online_rb: FrameBuffer
+    demo_rb: FrameBuffer
+    progress: Progress
+    save_dir: Path  # of checkpoint_{step}.pth and final_model.pth
+
+
+def train(args, device, robots, signals):
+    """The learner: receive transitions, update, evaluate, log and save.  -> the last metrics"""
+    state = start_run(args, device, robots[0])
+    run = state.run
+    agent = state.agent
+    progress = state.progress
+    record_file = open(run.dir / "records.bin", "ab")
     newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
     actors = []
-    metrics = {}
     is_save_due = False
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
     try:
-        if progress.is_eval_due and progress.global_step > 0:  # a signal has cut it off
-            row = select_policy(agent, robots[0], progress, signals)
+        if progress.global_step >= progress.next_eval:  # before --resume a signal has cut it off
+            row = select_policy(state, robots[0], signals)
             if row:
                 run.log({"global_step": progress.global_step} | row)
-        if signals.received:
-            sys.exit("stopped before the first step")
-        for robot in robots:
-            actor = ActorThread(robot, steps, newest, arrivals)
-            actor.start()
-            actors.append(actor)
-
-        while progress.global_step < args.max_steps:
+        if not signals.received:
+            actors = [ActorThread(robot, steps, newest, arrivals) for robot in robots]
+        while actors and progress.global_step < args.max_steps:
             # 1 receive a transition; with --utd 0 update until one arrives
             start_time = time.time()
             if args.utd == 0 and progress.global_step > args.training_starts:
                 while arrivals.empty():
-                    learn(agent, online_rb, demo_rb, progress)
+                    learn(state)
             waiting_since = time.time()
             actor, record = arrivals.get()
             rollout_time = time.time() - waiting_since
@@ -1123,93 +1101,89 @@ def train(args, device, robots, signals) -> dict[str, float]:
             progress.global_step += 1
             is_last = progress.global_step == args.max_steps
             episode_ended = record["dones"] > 0
-            store(record, online_rb, demo_rb)
+            store(record, state.online_rb, state.demo_rb)
             record_file.write(record.tobytes())
-            progress.human_steps += int(record["interventions"])
-            progress.human_takeovers += int(record["takeovers"])
-            if episode_ended:  # a human may have helped: evaluations show what the policy can do
-                progress.add({f"charts/{name}": float(record[name]) for name in RESULTS})
 
             # 2 update `utd` times, and copy the weights to the actors
             if progress.global_step > args.training_starts:
-                progress.updates_due += args.utd
-                if args.utd == 0 and episode_ended:
-                    progress.updates_due += 1  # in case a record was always waiting in step 1
+                # With --utd 0 one update per episode, because records may always wait in step 1
+                progress.updates_due += args.utd or float(episode_ended)
             while progress.updates_due >= 1:
                 progress.updates_due -= 1
-                learn(agent, online_rb, demo_rb, progress)
+                learn(state)
             newest["weights"] = agent.acting_weights()
-            progress.add(
-                {
-                    "charts/intervention_rate": float(record["interventions"]),
-                    "time/rollout": rollout_time,
-                    "time/update": time.time() - start_time - rollout_time,
-                }
-            )
+            update_time = time.time() - start_time - rollout_time
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
-            if is_last or progress.global_step % args.eval_every == 0:
-                progress.is_eval_due = True
-            if progress.is_eval_due and (episode_ended or is_last):
-                row = select_policy(agent, actor.robot, progress, signals)
+            if is_last or (episode_ended and progress.global_step >= progress.next_eval):
+                row = select_policy(state, actor.robot, signals)
 
             # 4 log
+            count_record(progress, record)
+            progress.add({"time/rollout": rollout_time, "time/update": update_time})
             if is_last or progress.global_step % args.log_interval == 0:
-                row |= progress.take_means()
-                row |= {
-                    "charts/intervention_steps": progress.human_steps,
-                    "charts/intervention_count": progress.human_takeovers,
-                    "charts/updates": agent.updates,
-                    "charts/SPS": progress.global_step / (time.time() - run.start_time),
-                    "losses/skipped_steps": agent.skipped_steps.item(),
-                    "buffer/online_size": len(online_rb),
-                    "buffer/demo_size": len(demo_rb),
-                }
+                row |= take_metrics(state)
             if row:
                 run.log({"global_step": progress.global_step} | row)
-                metrics |= run.rows[-1]
-                show_status(bar, metrics)
+                show_status(bar, run.newest)
             bar.update()
 
             # 5 save; what --resume needs is saved between two episodes
             if progress.global_step % args.save_every == 0:
                 name = f"checkpoint_{progress.global_step}.pth"
-                write_checkpoint(save_dir / name, agent.checkpoint())
+                write_checkpoint(state.save_dir / name, agent.checkpoint())
                 is_save_due = True
-            if is_last or (episode_ended and (is_save_due or signals.received)):
-                save_run(run, agent, progress, record_file)
+            if is_save_due and episode_ended:
+                save_run(state, record_file)
                 is_save_due = False
-                if signals.received:
-                    break
-            if args.utd or episode_ended:
+            if signals.received and episode_ended:
+                break
+            if actor.waits_after(record):
                 actor.may_continue.release()
-
-    except BaseException:  # an error or a second Ctrl-C: keep what was learned
-        for actor in actors:
-            actor.is_stopped = True  # each robot ends its step, and takes no other one
-        save_run(run, agent, progress, record_file)
-        raise
-    else:  # an error in here saves nothing: finish_run loads older weights, the best ones
-        bar.close()
-        if progress.global_step == args.max_steps:
-            finish_run(args, run, agent, robots[0], save_dir, progress.best_agent, signals)
-            metrics |= run.rows[-1]
-        if signals.received:
-            print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
-    finally:
+    finally:  # after the last step, a signal or an error: keep what was learned
+        list(steps)  # takes the other steps away: each robot ends its step and begins no other one
+        save_run(state, record_file)
         for actor in actors:
             actor.stop()
         record_file.close()
-    return metrics
+    bar.close()
+    if progress.global_step >= args.max_steps:
+        finish_run(state, robots[0], signals)
+    if signals.received:
+        print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
+    return run.newest
+
+
+def count_record(progress, record):
+    """A human may have helped in these episodes: evaluations show what the policy can do."""
+    progress.human_steps += int(record["interventions"])
+    progress.human_takeovers += int(record["takeovers"])
+    progress.add({"charts/intervention_rate": float(record["interventions"])})
+    if record["dones"]:
+        progress.add({f"charts/{name}": float(record[name]) for name in RESULTS})
+
+
+def take_metrics(state):
+    """The means since the last call, and the newest numbers"""
+    progress = state.progress
+    return progress.take_means() | {
+        "charts/intervention_steps": progress.human_steps,
+        "charts/intervention_count": progress.human_takeovers,
+        "charts/updates": state.agent.updates,
+        "charts/SPS": progress.global_step / (time.time() - state.run.start_time),
+        "losses/skipped_steps": state.agent.skipped_steps.item(),
+        "buffer/online_size": len(state.online_rb),
+        "buffer/demo_size": len(state.demo_rb),
+    }
 
 
 def main(args: Args) -> dict[str, float]:
     if args.create_data or args.test:
         return create_data_or_test(args)
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
+    is_new = args.run_dir is None or not Path(args.run_dir).exists()
+    if not is_new and not args.resume:
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    is_new = not Path(args.run_dir or "", "args.json").exists()
     if is_new and args.save_dir and any(Path(args.save_dir).glob("*.pth")):
         sys.exit(
             f"--save-dir {args.save_dir} has models of another run; they are never overwritten"
@@ -1235,8 +1209,8 @@ def main(args: Args) -> dict[str, float]:
 def make_env(args: Args):
     """The built-in environment, a class in file.py:Class, or a Gymnasium id.
 
-    A class needs reset() and step(). Its constructor gets --image-keys, the names of images and
-    vectors, and the number of action dims. action_space, render() and close() are optional. The
+    A class needs reset() and step(). Its constructor gets --image-keys (by default ["image"]) and
+    the number of action dims. action_space, render() and close() are optional. The
     attribute `allow_intervention` is set from outside: if it is False, no human may act. After a
     reset the grippers are open. The info of step() may have
 
@@ -1250,9 +1224,7 @@ def make_env(args: Args):
     if ".py:" in args.env_id:
         path, _, name = args.env_id.rpartition(":")
         sys.path.insert(0, str(Path(path).resolve().parent))  # the file may import its neighbors
-        env_class = runpy.run_path(path).get(name)
-        if env_class is None:
-            sys.exit(f"--env-id {args.env_id}: there is no class {name} in {path}")
+        env_class = runpy.run_path(path)[name]
         action_dim = 6 * num_arms + num_grippers
         env = env_class(list(args.image_keys or ["image"]), action_dim)
         if not hasattr(env, "action_space"):
@@ -1265,9 +1237,9 @@ def make_env(args: Args):
     return env
 
 
-def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
-    """Return an image as uint8 (H,W,channels), anything else as a float32 vector. A leading axis of
-    1 is removed."""
+def to_array(name, value, shape: tuple | None = None):
+    """A copy: an image as uint8 (H,W,channels), anything else as a float32 vector. A leading axis
+    of 1 is removed."""
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise ValueError(f"{name} is a {type(value).__name__}: expected an array or a number")
     value = np.atleast_1d(value)
@@ -1278,19 +1250,17 @@ def to_array(name, value, shape: tuple | None = None) -> np.ndarray:
         expected = shape or "a vector or (H,W,channels)"
         found = f"{value.dtype} {value.shape}"
         raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
-    if is_image:
-        return value.copy()  # an environment may draw its next image into the same array
-    value = value.astype(np.float32)
+    value = value.astype(np.uint8 if is_image else np.float32)
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")
     return value
 
 
-def as_dict(raw) -> dict:
+def as_dict(raw):
     return raw if isinstance(raw, dict) else {"state": raw}
 
 
-def select_obs(raw: dict, obs_shapes) -> dict[str, np.ndarray]:
+def select_obs(raw: dict, obs_shapes):
     """The part of an observation that the policy sees"""
     if not raw.keys() >= obs_shapes.keys():
         raise ValueError(f"the observation has {sorted(raw)}: expected {[*obs_shapes]}")
@@ -1306,9 +1276,10 @@ def has_succeeded(rewards, terminated, info=()) -> bool:
     return bool(terminated and rewards[-1] > 0 and max(rewards[:-1], default=0) <= 0)
 
 
-def direction(yaw) -> np.ndarray:
+def direction(yaw):
     """The unit vector of this heading; a quarter turn is 1.  -> (x, y, z)"""
-    return np.array([math.cos(yaw * math.pi / 2), math.sin(yaw * math.pi / 2), 0])
+    angle = yaw * math.pi / 2
+    return np.array([math.cos(angle), math.sin(angle), 0])
 
 
 class BarWorld(gym.Env):
@@ -1383,11 +1354,10 @@ class BarWorld(gym.Env):
             half = 0.4 * direction(self.bar[arm, 5])
             finger = (0.22 if self.is_open[arm] else 0.08) * direction(self.pose[arm, 5] + 1)
             palm = np.array([0, 0, 0.3])
-            gripper = self.pose[arm, :3] + [-finger, palm - finger, palm + finger, finger]
             lines = {
                 "firebrick": [center, center + half],
                 "royalblue": [center, center - half],
-                "black": gripper,
+                "black": self.pose[arm, :3] + [-finger, palm - finger, palm + finger, finger],
             }
             for color, points in lines.items():
                 x, y, z = 120 * np.transpose(points)  # pixels
@@ -1439,7 +1409,7 @@ class BarWorld(gym.Env):
 
 
 # --- task: demonstrations ---
-def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
+def make_demos(args, num_demos, success=True):
     """Episodes in which the scripted human succeeds, or random actions fail.  -> records"""
     if num_demos == 0:  # an environment without a scripted human
         return []
@@ -1450,16 +1420,15 @@ def make_demos(args, num_demos, success=True) -> list[np.ndarray]:
             return robot.env.human()
         return robot.env.np_random.uniform(-1, 1, robot.layout.action_dim).astype(np.float32)
 
-    demos = []
-    num_kept = 0
-    for attempt in itertools.count():
-        if num_kept == num_demos:
-            return demos
+    episodes = []
+    attempt = 0
+    while len(episodes) < num_demos:
         seed = random_numbers(args.seed, "demo", attempt).integers(2**31)
         episode = robot.play(act, int(seed))
+        attempt += 1
         if episode["success_rate"][-1] == success:
-            demos += list(episode)
-            num_kept += 1
+            episodes.append(episode)
+    return list(np.concatenate(episodes))
 
 
 def write_demos(path, records):
@@ -1484,7 +1453,7 @@ QUICK_TEST = dict(
 )
 
 
-def create_data_or_test(args: Args) -> dict[str, float]:
+def create_data_or_test(args: Args):
     """--test quick trains in a temporary folder. --create-data makes data, --test full trains on
     it."""
     if args.test == "quick":
@@ -1551,51 +1520,50 @@ def read_obs(transition, name, obs_shapes):
     return tuple(select_obs(as_dict(raw), obs_shapes).values())
 
 
-def read_transition(transition: dict, robot, last_commands) -> np.ndarray:
-    """Convert a transition of a file, whose action is in the units of the environment.  -> record
+def read_file(path, robot):
+    """The records of a .pkl or .npz file, whose actions are in the units of the environment.
 
     If `masks` is missing, it is 1 - dones: the target bootstraps at no end of an episode. If
     `grasp_penalty` is missing, it is computed from the commands of the gripper.
     """
-    record = np.zeros((), robot.record_dtype)
-    record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
-    record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
-    record["actions"] = robot.normalize("actions", transition["actions"])
-    _, num_toggles = hold_grippers(record["actions"][robot.layout.gripper], last_commands)
-    numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": GRASP_PENALTY * num_toggles}
-    numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
-    for name in ("rewards", "dones", "masks", "grasp_penalty"):
-        record[name] = to_array(name, numbers[name], (1,)).item()
-    if not 0 <= record["masks"] <= 1:
-        raise ValueError("masks must be in [0,1]")
-    return record
+    transitions = read_transitions(path)
+    size = len(transitions) * robot.record_dtype.itemsize
+    # A small pickle can name one array in many rows, and each row becomes a copy of it.
+    if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
+        raise ValueError(f"it would take {size} bytes of memory")
+    if not transitions:
+        raise ValueError("there are no transitions")
+    open_grippers = np.ones(robot.layout.num_grippers)
+    last_commands = open_grippers
+    for transition in transitions:
+        record = np.zeros((), robot.record_dtype)
+        record["obs"] = read_obs(transition, "observations", robot.obs_shapes)
+        record["next_obs"] = read_obs(transition, "next_observations", robot.obs_shapes)
+        record["actions"] = robot.normalize("actions", transition["actions"])
+        commands = record["actions"][robot.layout.gripper]
+        last_commands, num_toggles = hold_grippers(commands, last_commands)
+        numbers = {"masks": 1.0 - transition["dones"], "grasp_penalty": GRASP_PENALTY * num_toggles}
+        numbers |= transition.get("infos", {}) | transition  # HIL-SERL has the penalty in its infos
+        for name in ("rewards", "dones", "masks", "grasp_penalty"):
+            record[name] = to_array(name, numbers[name], (1,)).item()
+        if not 0 <= record["masks"] <= 1:
+            raise ValueError("masks must be in [0,1]")
+        if record["dones"]:
+            last_commands = open_grippers
+        yield record
 
 
-def read_demos(paths, robot, option="--demo-paths") -> list[np.ndarray]:
-    """Read .pkl and .npz files.  -> records"""
+def read_demos(paths, robot):
+    """The records of all files. A file that cannot be read ends the run with a sentence."""
     records = []
     for path in paths:
-        place = path
+        row = 0
         try:
-            transitions = read_transitions(path)
-            size = len(transitions) * robot.record_dtype.itemsize
-            # A small pickle can name one array in many rows, and each row becomes a copy of it.
-            if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-                raise ValueError(f"it would take {size} bytes of memory")
-            if not transitions:
-                raise ValueError("there are no transitions")
-            open_grippers = np.ones(robot.layout.num_grippers)
-            last_commands = open_grippers
-            for row, transition in enumerate(transitions):
-                place = f"{path}, row {row}"
-                record = read_transition(transition, robot, last_commands)
-                commands = record["actions"][robot.layout.gripper]
-                last_commands, _ = hold_grippers(commands, last_commands)
-                if record["dones"]:
-                    last_commands = open_grippers
+            for record in read_file(path, robot):
                 records.append(record)
+                row += 1
         except Exception as error:  # a damaged file can raise any type
-            sys.exit(f"{option} {place}: {type(error).__name__}: {error}")
+            sys.exit(f"{path}, row {row}: {type(error).__name__}: {error}")
     return records
 
 
@@ -1616,13 +1584,12 @@ def check_memory(num_bytes):
 
 
 # --- video ---
-def take_picture(robot, caption: str) -> np.ndarray:
+def take_picture(robot, caption: str):
     """render() of the environment, or else the images that the policy sees, under a caption"""
     from PIL import Image, ImageDraw
 
-    picture = None
-    if hasattr(robot.env, "render"):
-        picture = robot.env.render()
+    render = getattr(robot.env, "render", lambda: None)
+    picture = render()
     if picture is None:
         picture = np.concatenate([value for value in robot.obs.values() if value.ndim == 3], 1)
     zoom = math.ceil(320 / len(picture))
@@ -1632,31 +1599,27 @@ def take_picture(robot, caption: str) -> np.ndarray:
     return np.asarray(image)
 
 
-def film(robot, player: str, act, seed) -> list[np.ndarray]:
+def film(robot, player: str, act, seed):
     """Play an episode.  -> its pictures"""
     robot.reset(seed)
-    pictures = [take_picture(robot, f"{player}, step 0")]
+    pictures = [take_picture(robot, player)]
     while not robot.is_done:
         robot.step(act(robot.obs))
-        pictures.append(take_picture(robot, f"{player}, step {len(pictures)}"))
+        pictures.append(take_picture(robot, player))
     return pictures
 
 
-def write_video(path, robot, agent, signals):
+def write_video(path, robot, agent):
     """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
     them beside the policy."""
-    from PIL import Image
+    from PIL import Image  # matplotlib installs it
 
-    if not hasattr(robot.env, "render") and not robot.acting_agent.critic.encoder.image_keys:
-        raise ValueError("the environment has no images and no render()")
+    players = {"policy": agent.act}
+    if robot.args.env_id == BUILT_IN:
+        players = {"human": lambda obs: robot.env.human(), "policy": agent.act}
     frames = []
     for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
-        if signals.received:
-            raise InterruptedError("a signal ends the run")
-        clips = [film(robot, "policy", agent.act, seed)]
-        if robot.args.env_id == BUILT_IN:
-            human = film(robot, "human", lambda obs: robot.env.human(), seed)
-            clips.insert(0, human)
+        clips = [film(robot, player, act, seed) for player, act in players.items()]
         num_pictures = max(len(clip) for clip in clips) + 3  # the last one stays for a moment
         for i in range(num_pictures):
             pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
@@ -1683,12 +1646,12 @@ class Run:
         name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True, exist_ok=args.resume)
-        self.rows = list(rows)
-        self.start_time = time.time()
-        if self.rows:
-            self.start_time -= self.rows[-1]["time"]
-        lines = [json.dumps(row) + "\n" for row in self.rows]
-        (self.dir / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        self.rows = []
+        self.newest = {}  # the last value of each metric
+        (self.dir / "metrics.jsonl").write_text("", encoding="utf-8")
+        for row in rows:
+            self.write(row)
+        self.start_time = time.time() - self.newest.get("time", 0)
 
         config = asdict(args) | dict(argv=sys.argv, torch=torch.__version__)
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
@@ -1711,17 +1674,20 @@ class Run:
     def log(self, metrics: dict):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
-        self.rows.append(row)
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self.write(row)
         if self.wandb:
             self.wandb.log(row, step=row["global_step"])
 
+    def write(self, row: dict):
+        self.rows.append(row)
+        self.newest |= row
+        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
     def finish(self, panels: dict[str, list[str]], xlabel):
         """Write summary.json and curves.png: a panel per quantity, a curve per metric."""
-        (self.dir / "summary.json").write_text(
-            json.dumps(self.rows[-1], indent=2), encoding="utf-8"
-        )
+        summary = json.dumps(self.newest, indent=2)
+        (self.dir / "summary.json").write_text(summary, encoding="utf-8")
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
@@ -1771,28 +1737,30 @@ CURVES = {
 }
 
 
-def finish_run(args, run, agent, robot, save_dir, best_agent, signals):
+def finish_run(state, robot, signals):
     """Save the best policy, test it on new episodes, and draw the pictures."""
-    if best_agent is not None:
-        agent.restore(best_agent)
-    write_checkpoint(save_dir / "final_model.pth", agent.checkpoint())
+    run = state.run
+    agent = state.agent
+    args = agent.args
+    global_step = state.progress.global_step
+    if state.progress.best_agent is not None:
+        agent.restore(state.progress.best_agent)
+    write_checkpoint(state.save_dir / "final_model.pth", agent.checkpoint())
     report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes, signals)
-    if report:
-        run.log({"global_step": args.max_steps} | report)
-    run.finish(CURVES, "environment steps")
-    if args.capture_video and args.report_episodes and not isinstance(robot, RemoteRobot):
-        try:
-            write_video(run.dir / "policy.gif", robot, agent, signals)
-        except Exception as error:  # a renderer can raise any type
-            print(f"there is no policy.gif: {error}")
-
     success = "not tested"
     if report:
         success = f"{report['report/success_rate']:.2f}"
-    seconds = run.rows[-1]["time"]
-    print(f"success rate {success}, {args.max_steps} environment steps, {seconds:.0f} s")
+        run.log({"global_step": global_step} | report)
+    run.finish(CURVES, "environment steps")
+    if report and args.capture_video and not isinstance(robot, RemoteRobot):
+        try:
+            write_video(run.dir / "policy.gif", robot, agent)
+        except Exception as error:  # a renderer can raise any type
+            print(f"there is no policy.gif: {error}")
+    seconds = run.newest["time"]
+    print(f"success rate {success}, {global_step} environment steps, {seconds:.0f} s")
     print(f"metrics and pictures are in {run.dir}")
-    print(f"the model: {save_dir}/final_model.pth; SACHybridAgent.load reads it")
+    print(f"the model: {state.save_dir}/final_model.pth; SACHybridAgent.load reads it")
 
 
 # --- command line ---
@@ -1823,7 +1791,7 @@ class FirstOptions:
     resume: bool = False
 
 
-def default_options(env_id) -> dict:
+def default_options(env_id):
     if env_id == BUILT_IN:
         return BAR_WORLD
     return OWN_CLASS if ".py:" in env_id else GYM_ID
@@ -1847,25 +1815,23 @@ ONLY_AT_START = (
 
 
 def parse_args() -> Args:
-    """With --resume, the options that the run was started with are the defaults."""
-    typed, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    path = Path(typed.run_dir or "", "args.json")
-    is_resumed = typed.resume and path.exists()
-    defaults = default_options(typed.env_id)
+    """The defaults are the options of the run that --resume continues, else those of --env-id."""
+    first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
+    path = Path(first.run_dir or "", "args.json")
+    is_resumed = first.resume and path.exists()
+    defaults = default_options(first.env_id)
     if is_resumed:
         saved = json.loads(path.read_text(encoding="utf-8"))
         defaults = {name: saved[name] for name in vars(Args()) if name in saved}
     args = tyro.cli(Args, description=__doc__, default=Args(**defaults))
-    if rank() == 0:
-        print(f"defaults for {typed.run_dir if is_resumed else typed.env_id}: {defaults}")
-    for name, value in defaults.items():
-        new_value = getattr(args, name)
-        if not is_resumed or name == "resume" or new_value == value:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        if name in ONLY_AT_START:
-            sys.exit(f"--resume cannot change {option} from {value}")
-        print(f"changed: {option} {value} -> {new_value}")
+    print(f"defaults for {first.run_dir if is_resumed else first.env_id}: {defaults}")
+    for name, default in defaults.items():
+        value = getattr(args, name)
+        if value != default:
+            option = f"--{name.replace('_', '-')}"
+            if is_resumed and name in ONLY_AT_START:
+                sys.exit(f"--resume cannot change {option} from {default}")
+            print(f"changed: {option} {default} -> {value}")
     return args
 
 
@@ -1882,36 +1848,43 @@ def write_checkpoint(path: Path, state: dict):
     os.replace(f"{path}.tmp", path)
 
 
-def start_run(args, agent, robot) -> tuple[Run, Progress]:
-    """Open the folder of a run, or continue it. A new run writes its data to records.bin."""
-    print(f"action dims: {robot.layout.continuous} continuous, {robot.layout.gripper} gripper")
-    print(f"the policy sees {robot.obs_shapes}")
-    if ".py:" in args.env_id and args.utd > 0:
-        print(f"after each step the robot waits for {args.utd:g} updates; --utd 0 avoids it")
+def start_run(args, device, robot) -> State:
+    """Open the folder of a run, or continue it. records.bin has the demonstrations and all that
+    happened since."""
+    agent = robot.make_agent(device)
+    print(
+        f"the policy sees {robot.obs_shapes}; grippers are the action dims {robot.layout.gripper}"
+    )
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
-        return load_run(args, agent, robot)
-    # The files are read first: a file that cannot be used leaves no folder behind.
-    failures = read_demos(args.failure_paths, robot, "--failure-paths")
-    demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
-    for record in demos:
-        record["demos"] = 1
-    run = Run(args)
-    data = b"".join(record.tobytes() for record in failures + demos)
-    path = run.dir / "records.bin"
-    if path.exists():  # --resume of a run that ended before it saved
-        kept = path.rename(run.dir / f"records_{time.time_ns()}.bin")
-        print(f"there is no checkpoint: the run starts again; {kept} has its old transitions")
-    path.write_bytes(data)
-    return run, Progress(spaces=robot.spaces)
+        run, progress = load_run(args, agent, robot)
+    else:
+        # The files are read first: a file that cannot be used leaves no folder behind.
+        failures = read_demos(args.failure_paths, robot)
+        demos = read_demos(args.demo_paths, robot) or make_demos(args, args.num_demos)
+        for record in demos:
+            record["demos"] = 1
+        run = Run(args)
+        progress = Progress(spaces=robot.spaces)
+        data = b"".join(record.tobytes() for record in failures + demos)
+        (run.dir / "records.bin").write_bytes(data)
+
+    online_rb = FrameBuffer(args.buffer_size, robot.record_dtype)
+    demo_rb = FrameBuffer(args.buffer_size, robot.record_dtype)
+    for record in read_records(run.dir / "records.bin", robot.record_dtype):
+        store(record, online_rb, demo_rb)
+    save_dir = Path(args.save_dir or run.dir)
+    save_dir.mkdir(parents=True, exist_ok=True)
+    return State(run, agent, online_rb, demo_rb, progress, save_dir)
 
 
-def save_run(run, agent, progress, record_file):
+def save_run(state, record_file):
     """Write what --resume needs. records.bin has the transitions, latest.pth all the rest."""
     record_file.flush()
+    progress = state.progress
     progress.num_bytes = record_file.tell()
-    state = dict(agent=agent.checkpoint(), progress=vars(progress), rows=run.rows)
-    write_checkpoint(run.dir / "latest.pth", state)
+    saved = dict(agent=state.agent.checkpoint(), progress=vars(progress), rows=state.run.rows)
+    write_checkpoint(state.run.dir / "latest.pth", saved)
 
 
 def load_run(args, agent, robot) -> tuple[Run, Progress]:
@@ -1919,12 +1892,12 @@ def load_run(args, agent, robot) -> tuple[Run, Progress]:
     because the run repeats these steps."""
     # Some sums in Progress are tensors on the device of the agent: map_location moves them there.
     path = Path(args.run_dir, "latest.pth")
-    state = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
-    progress = Progress(**state["progress"])
+    saved = torch.load(path, map_location=agent.raw_alpha.device, weights_only=True)
+    progress = Progress(**saved["progress"])
     if progress.spaces != robot.spaces:
         sys.exit(f"--resume: the run has {progress.spaces}, the environment has {robot.spaces}")
-    agent.restore(state["agent"])
-    run = Run(args, state["rows"])
+    agent.restore(saved["agent"])
+    run = Run(args, saved["rows"])
     os.truncate(run.dir / "records.bin", progress.num_bytes)
     print(f"resuming after step {progress.global_step}")
     return run, progress
@@ -1933,17 +1906,15 @@ def load_run(args, agent, robot) -> tuple[Run, Progress]:
 class Signals:
     """SIGINT (Ctrl-C) and SIGTERM set `received`; the loop saves and ends after the episode.
 
-    After the first signal the previous handlers are back, so a second one ends the run at once.
+    After the first signal the previous handlers are back: a second Ctrl-C is a KeyboardInterrupt,
+    after which `train` saves, and a second SIGTERM ends the process at once.
     """
 
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -1951,7 +1922,7 @@ class Signals:
         # not print(): the signal may have come in the middle of another one
         os.write(
             2,
-            b"signal received: the robot finishes this episode, then the run saves and ends;"
+            b"signal received: when a robot finishes its episode, the run saves and ends;"
             b" press Ctrl-C again to save and end after the current step\n",
         )
 
@@ -1969,7 +1940,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def join_ranks() -> dict:
+def join_ranks():
     """Join the other processes of torchrun, if there are any.  -> {rank of an actor: its group}"""
     if world_size() > 1:
         dist.init_process_group("gloo")
@@ -1985,14 +1956,14 @@ def send(data: bytes, peer, group):
     dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, group)
 
 
-def receive(num_bytes, peer, group) -> bytes:
+def receive(num_bytes, peer, group):
     message = torch.empty(num_bytes, dtype=torch.uint8)
     dist.recv(message, peer, group)
     return message.numpy().tobytes()
 
 
 class RemoteRobot(Robot):
-    """A robot of another rank. Rank 0 has no environment: it sends requests and receives records.
+    """A robot of another rank, to which rank 0 sends requests and from which it receives records.
 
     The request (step, 0) asks for the record of this environment step, the request (seed, 1) for
     the last record of an episode with this seed. The weights follow.
@@ -2003,20 +1974,18 @@ class RemoteRobot(Robot):
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
-        spaces = json.loads(receive(self.SPACES_SIZE, peer, group))
-        obs_shapes = {key: tuple(shape) for key, shape in spaces["obs_shapes"].items()}
-        self.set_spaces(args, obs_shapes, np.float32(spaces["low"]), np.float32(spaces["high"]))
+        self.set_spaces(args, json.loads(receive(self.SPACES_SIZE, peer, group)))
 
-    def ask(self, number, is_episode, weights) -> np.ndarray:
+    def ask(self, number, is_episode, weights):
         dist.send(torch.tensor([number, is_episode]), self.peer, self.group)
         dist.send(weights, self.peer, self.group)
         data = receive(self.record_dtype.itemsize, self.peer, self.group)
         return np.frombuffer(data, self.record_dtype)[0]
 
-    def take_turn(self, step, weights) -> np.ndarray:
+    def take_turn(self, step, weights):
         return self.ask(step, 0, weights)
 
-    def play_policy(self, seed, weights) -> np.ndarray:
+    def play_policy(self, seed, weights):
         return self.ask(seed, 1, weights)
 
     def close(self):
@@ -2037,11 +2006,8 @@ def serve(robot, group):
         if number < 0:
             return
         dist.recv(weights, 0, group)
-        if is_episode:
-            record = robot.play_policy(number, weights)
-        else:
-            record = robot.take_turn(number, weights)
-        send(record.tobytes(), 0, group)
+        play = robot.play_policy if is_episode else robot.take_turn
+        send(play(number, weights).tobytes(), 0, group)
 
 
 if __name__ == "__main__":

@@ -219,9 +219,9 @@ def test_the_recipe_of_the_page_for_lerobot(version, tmp_path):
     subprocess.run(
         [sys.executable, tmp_path / "recipe.py", tmp_path, tmp_path / "demos.pkl"], check=True
     )
-    shapes = {"image": (64, 64, 3), "pose": (8,)}
+    shapes = {"image": [64, 64, 3], "pose": [8]}
     robot = Robot.__new__(Robot)  # without an environment
-    robot.set_spaces(Args(), shapes, np.full(7, -1.0, np.float32), np.ones(7, np.float32))
+    robot.set_spaces(Args(), dict(obs_shapes=shapes, low=[-1.0] * 7, high=[1.0] * 7))
     records = read(tmp_path / "demos.pkl", robot)
     assert records["obs"]["pose"][:, 0].tolist() == [0, 1, 10, 11]
     assert records["next_obs"]["pose"][:, 0].tolist() == [1, 2, 11, 12]
@@ -338,13 +338,12 @@ def test_hostile_pickles_do_nothing(tmp_path):
     dump(path, [DEMOS[0] | {"rewards": np.complex64(1)}])
     refused(path, "dtype c8: not supported")
     path.write_bytes(pickle.dumps([Evil(os.system, "true")]))
-    refused(path, "--demo-paths", "posix.system")  # the message says what it named
+    refused(path, "posix.system")  # the message says what it named
 
 
-def test_a_missing_file_is_named_with_its_option(tmp_path):
-    path = tmp_path / "none.pkl"
-    with pytest.raises(SystemExit, match="^--failure-paths .*none.pkl: FileNotFoundError"):
-        read_demos([str(path)], ROBOT, "--failure-paths")
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="none.pkl, row 0: FileNotFoundError"):
+        read_demos([str(tmp_path / "none.pkl")], ROBOT)
 
 
 def test_mutations_are_read_or_refused(tmp_path):
