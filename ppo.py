@@ -77,7 +77,7 @@ class Args:
     sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
     batch_size: int = 128  # responses per iteration
-    max_response_length: int = 8  # tokens, including EOS
+    max_response_length: int = 8  # tokens, including EOS; without EOS the built-in score is 0
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
@@ -209,29 +209,30 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
-    ids = prompt_ids  # what the model reads next: the prompts, then one token per row
+    active = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    ids = (
+        prompt_ids  # what the model reads next: the prompts, then one token of each active response
+    )
     mask = prompt_mask
     cache = None  # the model creates it
     for t in range(max_response_length):
         logits, new_values, cache = policy(ids, mask, 1, cache, use_cache=True)
-        logits = logits[:, 0]  # (rows,V)
+        logits = logits[:, 0]  # (active,V)
         if uniforms is None:
             tokens = logits.argmax(-1)
         else:
-            tokens = sample_token(logits, uniforms[rows, t])
+            tokens = sample_token(logits, uniforms[active, t])
         token_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
-        response_ids[rows, t] = tokens
-        response_mask[rows, t] = 1  # EOS included
-        logprobs[rows, t] = token_logits - logits.logsumexp(-1)
-        values[rows, t] = new_values[:, 0]
+        response_ids[active, t] = tokens
+        response_mask[active, t] = 1  # EOS included
+        logprobs[active, t] = token_logits - logits.logsumexp(-1)
+        values[active, t] = new_values[:, 0]
 
-        # Go on with the rows whose response has not ended.
-        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)
+        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)  # of the active
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):
-            rows = rows[unfinished]
+        if len(unfinished) < len(active):
+            active = active[unfinished]
             tokens = tokens[unfinished]
             mask = mask[unfinished]
             cache.reorder_cache(unfinished)
@@ -297,7 +298,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
     On tokens that the policy sampled, log pi - log pi_ref is an unbiased estimate of the KL
-    divergence. It must be part of the reward: in the loss, its expected gradient would be zero.
+    divergence. As a term of the loss, this estimate would have an expected gradient of zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -360,14 +361,14 @@ def add_advantages(batch: dict, kl_coef, args):
     batch["returns"] = advantages + batch["values"]
 
 
-def minibatch_rows(batch: dict, args):
-    """Yield the rows of each minibatch, epoch by epoch."""
+def minibatch_indices(batch: dict, args):
+    """Yield the indices of each minibatch, epoch by epoch."""
     for _ in range(args.update_epochs):
         yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
 
 
 def ppo_loss(policy, minibatch: dict, args):
-    """Returns the loss and a dict of statistics. All of them are means over tokens."""
+    """Returns the loss and a dict of statistics, which are means over the tokens of the minibatch."""
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
     advantages = minibatch["advantages"]
@@ -403,15 +404,15 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
+    Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
     steps = []
     num_skipped = 0
-    for mb_inds in minibatch_rows(batch, args):
+    for indices in minibatch_indices(batch, args):
         optimizer.zero_grad()
-        minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+        minibatch = {name: tensor[indices] for name, tensor in batch.items()}
         stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
@@ -473,6 +474,20 @@ def batch_metrics(batch: dict, args) -> dict[str, float]:
 
 
 # --- main ---
+def set_up_training(policy, device, args):
+    """Returns the frozen reference, which is a copy of the policy, and the optimizer."""
+    policy.to(device)
+    reference = None
+    if args.kl_coef:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    num_parameters = sum(x.numel() for x in optimizer.param_groups[0]["params"])
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    return reference, optimizer
+
+
 def main(args: Args) -> dict[str, float]:
     if args.run_dir and Path(args.run_dir).exists():
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
@@ -486,21 +501,12 @@ def main(args: Args) -> dict[str, float]:
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
-    policy.to(device)
-    reference = None
-    if args.kl_coef:
-        reference = copy.deepcopy(policy).requires_grad_(False)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
-    )
-    num_parameters = sum(x.numel() for x in policy.parameters())
-    print(f"device {device}, {num_parameters:,} parameters are trained")
+    reference, optimizer = set_up_training(policy, device, args)
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
     run = Run(args)
     metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
-    run.log({"global_step": 0} | metrics)
-    run.log_samples(0, samples)
+    run.log({"global_step": 0} | metrics, samples)
     print_samples("before training", samples)
 
     progress = tqdm(total=args.num_iterations, disable=None, file=sys.stdout)
@@ -540,16 +546,16 @@ def main(args: Args) -> dict[str, float]:
         metrics = {
             "global_step": global_step,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": args.batch_size / (time.time() - start_time),
+            "charts/SPS": args.batch_size / (time.time() - start_time),  # responses per second
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
         metrics |= batch_metrics(batch, args) | losses
+        samples = []
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
             metrics |= eval_metrics
-            run.log_samples(global_step, samples)
-        run.log(metrics)
+        run.log(metrics, samples)
         show_progress(progress, iteration, metrics)
 
     progress.close()
@@ -570,7 +576,7 @@ NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
-        if not getattr(args, name) > 0:  # this refuses NaN as well
+        if not getattr(args, name) > 0:  # this refuses NaN, too
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
@@ -584,8 +590,6 @@ def check_args(args: Args):
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
-    if args.chat_template and not args.model_name:
-        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
     if args.batch_size % args.num_minibatches:
         raise ValueError("--batch-size must be a multiple of --num-minibatches")
 
@@ -607,10 +611,8 @@ def as_number(text: str) -> float | None:
     """Read a number, also 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm} or x = 3; not 10^{3}."""
     text = re.sub(UNIT, " ", text).split("=")[-1]
     text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
-    pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
-    if re.fullmatch(pattern, text) and re.search(r"\d", text):
-        return float(re.sub("[ ,]", "", text))
-    return None
+    is_number = re.fullmatch(r"(?=.*\d)[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", text)
+    return float(re.sub("[ ,]", "", text)) if is_number else None
 
 
 def verify(response: str, answer: str) -> bool:
@@ -678,25 +680,21 @@ def make_task(args):
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
         sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
-        functions = runpy.run_path(path)
-        if name not in functions:
-            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
-        scorer = functions[name]
+        scorer = runpy.run_path(path)[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
     distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
     eval_size = min(args.eval_size, math.ceil(len(distinct_pairs) / 10))
-    eval_pairs = random.Random(0).sample(distinct_pairs, eval_size)
-    eval_prompts = {prompt for prompt, _ in eval_pairs}
-    train_pairs = [pair for pair in pairs if pair[0] not in eval_prompts]
+    held_out = dict(random.Random(0).sample(distinct_pairs, eval_size))
+    train_pairs = [pair for pair in pairs if pair[0] not in held_out]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
-    return train_pairs, eval_pairs, scorer
+    return train_pairs, list(held_out.items()), scorer
 
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -816,23 +814,19 @@ class Run:
             )
             self.wandb = wandb
 
-    def log(self, metrics: dict):
+    def log(self, metrics: dict, samples: list[dict] = ()):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        step = row["global_step"]
+        append_lines(self.dir / "metrics.jsonl", [row])
+        samples = [{"global_step": step} | sample for sample in samples]
+        append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
-
-    def log_samples(self, global_step: int, samples: list[dict]):
-        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for sample in samples:
-                row = {"global_step": global_step} | sample
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if self.wandb:
-            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
-            self.wandb.log({"samples": table}, step=global_step)
+            self.wandb.log(row, step=step)
+        if self.wandb and samples:
+            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
+            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -860,6 +854,12 @@ class Run:
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
 
 
+def append_lines(path: Path, rows: list[dict]):
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
 def plot_metric(axis, rows: list[dict], name: str):
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
@@ -879,7 +879,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")

@@ -44,7 +44,6 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 """
 
 import copy
-import importlib.util
 import inspect
 import io
 import json
@@ -70,7 +69,12 @@ import transformers
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -106,7 +110,7 @@ class Args:
     sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
     batch_size: int = 128  # responses per iteration
-    max_response_length: int = 8  # tokens, including EOS
+    max_response_length: int = 8  # tokens, including EOS; without EOS the built-in score is 0
     max_prompt_length: int | None = None  # v1: memory: drop longer prompts (None: keep all)
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
@@ -115,7 +119,7 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    # v1: schedule, accumulate, memory, lora, best
+    # v1: all
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # number of first iterations in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
@@ -157,7 +161,8 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
-# v1: nan: if a score is NaN or infinite, the mask of the response is 0.
+# v1: nan
+# If the score of a response is NaN or infinite, its mask is 0.
 
 
 class PolicyWithValue(nn.Module):
@@ -260,29 +265,30 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
-    ids = prompt_ids  # what the model reads next: the prompts, then one token per row
+    active = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    ids = (
+        prompt_ids  # what the model reads next: the prompts, then one token of each active response
+    )
     mask = prompt_mask
     cache = None  # the model creates it
     for t in range(max_response_length):
         logits, new_values, cache = policy(ids, mask, 1, cache, use_cache=True)
-        logits = logits[:, 0]  # (rows,V)
+        logits = logits[:, 0]  # (active,V)
         if uniforms is None:
             tokens = logits.argmax(-1)
         else:
-            tokens = sample_token(logits, uniforms[rows, t])
+            tokens = sample_token(logits, uniforms[active, t])
         token_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
-        response_ids[rows, t] = tokens
-        response_mask[rows, t] = 1  # EOS included
-        logprobs[rows, t] = token_logits - logits.logsumexp(-1)
-        values[rows, t] = new_values[:, 0]
+        response_ids[active, t] = tokens
+        response_mask[active, t] = 1  # EOS included
+        logprobs[active, t] = token_logits - logits.logsumexp(-1)
+        values[active, t] = new_values[:, 0]
 
-        # Go on with the rows whose response has not ended.
-        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)
+        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)  # of the active
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):
-            rows = rows[unfinished]
+        if len(unfinished) < len(active):
+            active = active[unfinished]
             tokens = tokens[unfinished]
             mask = mask[unfinished]
             cache.reorder_cache(unfinished)
@@ -290,7 +296,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
 
     longest = response_mask.sum(1).max()
-    if world_size() > 1:  # v1: distributed: the responses of all ranks get one width
+    if world_size() > 1:  # v1: distributed
         dist.all_reduce(longest, dist.ReduceOp.MAX)
     batch = dict(
         response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
@@ -307,7 +313,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     answers = [answer for _, answer in pairs]
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
-    # v1: distributed: prompts are padded to one length for all ranks; each rank takes its share
+    # v1: distributed
+    # The prompts of all ranks have been padded to one length. Each rank takes its share.
     prompts = my_share(prompts)
     answers = my_share(answers)
     prompt_ids = my_share(inputs.input_ids)
@@ -315,8 +322,9 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    # v1: memory: autocast copies a trained weight to bfloat16 once, and keeps the copy until its
-    # block ends. So the block surrounds the whole loop over tokens.
+    # v1: memory
+    # Autocast copies a trained weight to bfloat16 once, and keeps the copy until its block ends. So
+    # the block surrounds the whole loop over tokens.
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
         batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -364,7 +372,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
     On tokens that the policy sampled, log pi - log pi_ref is an unbiased estimate of the KL
-    divergence. It must be part of the reward: in the loss, its expected gradient would be zero.
+    divergence. As a term of the loss, this estimate would have an expected gradient of zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -397,7 +405,8 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: else the loss of a negative advantage grows with the ratio
+    if dual_clip:  # v1: clip
+        # Without it the loss of a negative advantage grows with the ratio.
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -422,8 +431,8 @@ def explained_variance(batch: dict) -> float:
 def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
     """The controller of arXiv:1909.08593, section 2.2, with the constants of its released code.
 
-    The KL is in nats per response. The coefficient changes by a factor of at most
-    1 + 0.2 * num_responses / 10,000.
+    The KL is in nats per response. The coefficient changes slowly: by at most 0.26 % per iteration
+    of 128 responses.
     """
     error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_responses / 10_000)
@@ -455,17 +464,18 @@ def add_advantages(batch: dict, kl_coef, args):
     batch["returns"] = advantages + batch["values"]
 
 
-def minibatch_rows(batch: dict, args):
-    """Yield the rows of each minibatch, epoch by epoch."""
+def minibatch_indices(batch: dict, args):
+    """Yield the indices of each minibatch, epoch by epoch."""
     for _ in range(args.update_epochs):
         yield from torch.randperm(len(batch["scores"])).chunk(args.num_minibatches)
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """Returns the loss and a dict of statistics. All of them are means over tokens.
+    """Returns the loss and a dict of statistics, which are means over the tokens of the minibatch.
 
-    v1: accumulate: `minibatch` may be one of several parts. Its sums are divided by the number of
-    tokens of the whole minibatch, so that the results and gradients of all parts add up.
+    # v1: accumulate
+    `minibatch` may be one of several parts. Its sums are divided by the number of tokens of the
+    whole minibatch, so that the results and gradients of all parts add up.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -498,9 +508,9 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
     # v1: accumulate, distributed
     num_tokens = minibatch["response_mask"].sum()
     stats = {}
-    rows = torch.arange(len(minibatch["scores"]))
-    for micro_inds in my_share(rows).chunk(args.gradient_accumulation_steps):
-        micro_batch = {name: tensor[micro_inds] for name, tensor in minibatch.items()}
+    my_indices = my_share(torch.arange(len(minibatch["scores"])))
+    for indices in my_indices.chunk(args.gradient_accumulation_steps):
+        micro_batch = {name: tensor[indices] for name, tensor in minibatch.items()}
         loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
         loss.backward()
         for name, value in micro_stats.items():
@@ -508,7 +518,7 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
     sum_over_ranks(stats.values())
     sum_gradients(policy)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-    if args.fsdp:  # v1: distributed
+    if args.fsdp:
         stats["grad_norm"] = stats["grad_norm"].full_tensor()
     return stats
 
@@ -516,21 +526,23 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
+    Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
+    The means include the step that --target-kl did not take.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
     steps = []
     num_skipped = 0
-    for mb_inds in minibatch_rows(batch, args):
+    for indices in minibatch_indices(batch, args):
         optimizer.zero_grad()
-        minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+        minibatch = {name: tensor[indices] for name, tensor in batch.items()}
         stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
             continue
         steps.append(stats)
-        # v1: kl: the first step is always taken, because approx_kl is measured before the step
+        # v1: kl
+        # The first step is always taken, because approx_kl is measured before the step.
         if args.target_kl and len(steps) > 1 and stats["approx_kl"] > 1.5 * args.target_kl:
             break
         optimizer.step()
@@ -559,7 +571,8 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
-        # v1: distributed: repeat the first prompt until every rank gets the same number of prompts
+        # v1: distributed
+        # Repeat the first prompt until every rank gets the same number of prompts.
         copies = some_pairs[:1] * (-len(some_pairs) % world_size())
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch)
@@ -591,7 +604,7 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
     """Metrics of the sampled responses, before the update."""
-    # v1: nan: leave out responses without a score
+    # v1: nan
     is_scored = batch["response_mask"].any(1)
     num_nan_scores = (~is_scored).sum().item()
     batch = {name: tensor[is_scored] for name, tensor in batch.items()}
@@ -622,7 +635,45 @@ def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
         save_model(policy, tokenizer, run.dir / "best")
 
 
+def stops_early(state: dict, args) -> bool:
+    """Also True when a run that has stopped early is resumed."""
+    patience = args.early_stopping_patience
+    return patience is not None and state["evals_without_improvement"] >= patience
+
+
 # --- main ---
+def set_up_training(policy, device, args):
+    """Returns the frozen reference, which is a copy of the policy, and the optimizer."""
+    # v1: lora, memory, distributed
+    # The order matters. The reference is copied before anything replaces methods of the policy,
+    # because the copy would call the methods of the policy. Only then the optimizer gets the
+    # parameters, which `shard` replaces.
+    if args.lora_rank:
+        add_adapters(policy, args)
+    policy.to(device)
+    broadcast_weights(policy)
+    reference = None
+    if args.kl_coef and args.lora_rank:
+        reference = partial(without_adapters, policy)  # the frozen model takes no memory
+    elif args.kl_coef:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+        if args.bf16:
+            use_bf16(reference)
+    if args.gradient_checkpointing:
+        recompute_activations(policy)
+    if args.bf16:
+        use_bf16(policy)
+    if args.fsdp:
+        shard(policy)
+    trained = [x for x in policy.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    num_parameters = sum(x.numel() for x in optimizer.param_groups[0]["params"])
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    return reference, optimizer
+
+
 def main(args: Args) -> dict[str, float]:
     if args.run_dir and Path(args.run_dir).exists() and not is_resumable(args):  # v1: checkpoint
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
@@ -640,59 +691,31 @@ def main(args: Args) -> dict[str, float]:
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
-    if args.lora_rank:  # v1: lora
-        add_adapters(policy, args)
-    policy.to(device)
-    broadcast_weights(policy)  # v1: distributed
-    reference = None
-    if args.kl_coef and args.lora_rank:  # v1: lora: the frozen model is the reference
-        reference = partial(without_adapters, policy)
-    elif args.kl_coef:
-        reference = copy.deepcopy(policy).requires_grad_(False)
-    save_memory(policy, reference, args)  # v1: memory, distributed
-    trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
-    optimizer = torch.optim.AdamW(
-        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
-    )
-    num_parameters = sum(x.numel() for x in trained)
-    print(f"device {device}, {num_parameters:,} parameters are trained")
-    if args.lora_rank:  # v1: lora
-        print(f"the other parameters are frozen, in {args.weights_dtype}")
+    reference, optimizer = set_up_training(policy, device, args)
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
-    # v1: checkpoint, kl, best: what a checkpoint holds besides weights, optimizer and rows
+    # v1: checkpoint
+    # A checkpoint holds this, the weights, the optimizer, and the metrics logged so far.
     state = dict(
         iteration=0,
         kl_coef=args.kl_coef,
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    rows = []  # what has been logged
-    # If a rank does not find the checkpoint, loading it there ends the run.
-    if args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device):
-        saved = load_checkpoint(policy, optimizer, args)
-        state |= saved["state"]
-        rows = saved["rows"]
+    rows = load_checkpoint(policy, optimizer, state, args)
     run = Run(args, rows)
     if rows:
         metrics, samples = rows[-1], []
     else:
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
-        run.log({"global_step": 0} | metrics)
-        run.log_samples(0, samples)
+        run.log({"global_step": 0} | metrics, samples)
         print_samples("before training", samples)
         keep_if_best(state, metrics, policy, tokenizer, run)
     signals = Signals()
     done = state["iteration"]
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
     for iteration in range(done + 1, args.num_iterations + 1):
-        # v1: best
-        patience = args.early_stopping_patience
-        if patience and state["evals_without_improvement"] >= patience:
-            print(
-                f"early stop: {patience} evaluations in a row were not better than {run.dir}/best"
-            )
-            save_checkpoint(run, policy, optimizer, state)  # a resumed run stops here, too
+        if stops_early(state, args):  # v1: best
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -725,26 +748,25 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses["rollout/logprob_mismatch"]
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"sampling and training differ by {mismatch:.2f} nats per token: use another model, "
-                "or leave out --bf16"  # v1: memory
+                f"sampling and training differ by {mismatch:.2f} nats per token: use another model"
             )
 
         # 4. evaluate and log
         metrics = {
             "global_step": global_step,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": args.batch_size / (time.time() - start_time),
+            "charts/SPS": args.batch_size / (time.time() - start_time),  # responses per second
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
         metrics |= batch_metrics(batch, args) | losses
+        samples = []
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
             metrics |= eval_metrics
-            run.log_samples(global_step, samples)
             keep_if_best(state, metrics, policy, tokenizer, run)  # v1: best
         metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
-        run.log(metrics)
+        run.log(metrics, samples)
         # v1: kl
         if args.ref_kl_target and metrics["rollout/nan_scores"] < args.batch_size:
             kl = metrics["rollout/kl_per_response"]
@@ -755,7 +777,7 @@ def main(args: Args) -> dict[str, float]:
 
         # v1: checkpoint
         state["iteration"] = iteration
-        is_last = iteration == args.num_iterations
+        is_last = iteration == args.num_iterations or stops_early(state, args)
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
             save_checkpoint(run, policy, optimizer, state)
@@ -765,9 +787,14 @@ def main(args: Args) -> dict[str, float]:
             return metrics
 
     progress.close()
-    signals.release()  # v1: checkpoint
-    save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    print_samples("after training", samples)
+    # v1: checkpoint, best
+    signals.release()
+    if state["iteration"] < args.num_iterations:
+        patience = args.early_stopping_patience
+        print(f"early stop: {patience} evaluations in a row were not better than {run.dir}/best")
+    save_model(policy, tokenizer, run.dir / "final_model")
+    if samples:  # a resumed run may have had nothing left to do
+        print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -777,7 +804,7 @@ POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_respons
     temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
     vf_clip_coef""".split()
 NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
-# v1: checkpoint, schedule, accumulate, memory, lora, best, kl, clip
+# v1: all
 POSITIVE += """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
     ref_kl_target target_kl clip_coef_high dual_clip""".split()
 NOT_NEGATIVE += ["warmup_steps", "lora_rank"]
@@ -786,10 +813,8 @@ NOT_NEGATIVE += ["warmup_steps", "lora_rank"]
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
-        value = getattr(args, name)
-        if (
-            value is not None and not value > 0
-        ):  # this refuses NaN as well; None turns a feature off
+        value = getattr(args, name)  # None turns a feature off
+        if value is not None and not value > 0:  # this refuses NaN, too
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
@@ -803,43 +828,34 @@ def check_args(args: Args):
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
-    if args.chat_template and not args.model_name:
-        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-    if args.batch_size % args.num_minibatches:
-        raise ValueError("--batch-size must be a multiple of --num-minibatches")
-
-
-# v1: checkpoint, schedule, accumulate, kl, clip, distributed, lora
-def check_v1_args(args: Args):
-    if args.warmup_steps >= args.num_iterations:
-        raise ValueError("--warmup-steps must be below --num-iterations")
-    if args.resume and not args.run_dir:
-        raise ValueError("--resume needs --run-dir")
-    if args.batch_size % args.num_parts():
+    if args.batch_size % args.num_parts():  # v1: accumulate, distributed
         raise ValueError(
             f"--batch-size must be a multiple of {args.num_parts()}: --num-minibatches x "
             "--gradient-accumulation-steps x processes of torchrun"
         )
-    if args.ref_kl_target and not args.kl_coef:
-        raise ValueError("--ref-kl-target needs a --kl-coef to start from")
-    if args.target_kl and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError(
-            "--target-kl does nothing with one step per update: it is measured before it"
-        )
-    if args.dual_clip and args.dual_clip <= 1:
-        raise ValueError("--dual-clip must be above 1")
-    if args.fsdp and world_size() == 1:
-        raise ValueError("--fsdp needs torchrun with two processes or more")
-    # v1: lora
-    if args.lora_rank and not importlib.util.find_spec("peft"):
-        raise ValueError("--lora-rank needs peft: pip install peft, or uv run --with peft")
-    if args.lora_rank and args.fsdp:
-        raise ValueError("--fsdp with --lora-rank is not supported: LoRA leaves little to shard")
-    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
-        raise ValueError(
-            "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights, and "
-            "trained ones would lose small steps"
-        )
+
+
+# v1: all
+def check_v1_args(args: Args):
+    num_steps = args.update_epochs * args.num_minibatches
+    is_bfloat16 = args.weights_dtype == "bfloat16"
+    problems = {
+        "--resume needs --run-dir": args.resume and not args.run_dir,
+        "--warmup-steps must be below --num-iterations": args.warmup_steps >= args.num_iterations,
+        "--ref-kl-target needs a --kl-coef to start from": args.ref_kl_target and not args.kl_coef,
+        "--target-kl does nothing with one step per update: it is measured before the step": (
+            args.target_kl and num_steps == 1
+        ),
+        "--dual-clip must be above 1": args.dual_clip and args.dual_clip <= 1,
+        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
+        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
+            is_bfloat16 and not (args.lora_rank and args.bf16)
+        ),
+    }
+    for message, has_problem in problems.items():
+        if has_problem:
+            raise ValueError(message)
 
 
 # --- task: prompts, answers, scores ---
@@ -859,10 +875,8 @@ def as_number(text: str) -> float | None:
     """Read a number, also 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm} or x = 3; not 10^{3}."""
     text = re.sub(UNIT, " ", text).split("=")[-1]
     text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
-    pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
-    if re.fullmatch(pattern, text) and re.search(r"\d", text):
-        return float(re.sub("[ ,]", "", text))
-    return None
+    is_number = re.fullmatch(r"(?=.*\d)[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", text)
+    return float(re.sub("[ ,]", "", text)) if is_number else None
 
 
 def verify(response: str, answer: str) -> bool:
@@ -930,20 +944,16 @@ def make_task(args):
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
         sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
-        functions = runpy.run_path(path)
-        if name not in functions:
-            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
-        scorer = functions[name]
+        scorer = runpy.run_path(path)[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
     distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
     eval_size = min(args.eval_size, math.ceil(len(distinct_pairs) / 10))
-    eval_pairs = random.Random(0).sample(distinct_pairs, eval_size)
-    eval_prompts = {prompt for prompt, _ in eval_pairs}
-    train_pairs = [pair for pair in pairs if pair[0] not in eval_prompts]
+    held_out = dict(random.Random(0).sample(distinct_pairs, eval_size))
+    train_pairs = [pair for pair in pairs if pair[0] not in held_out]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
-    return train_pairs, eval_pairs, scorer
+    return train_pairs, list(held_out.items()), scorer
 
 
 # v1: memory
@@ -961,7 +971,7 @@ def drop_long_prompts(pairs, tokenizer, args):
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1041,26 +1051,8 @@ def transformer_layers(model):
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
-# v1: memory, distributed
-def save_memory(policy, reference, args):
-    """Recompute activations, use bfloat16, and shard, if the options say so.
-
-    All three replace methods of the modules. A reference that is copied later would call those of
-    the policy.
-    """
-    if args.gradient_checkpointing:
-        checkpoint_layers(policy)
-    if args.bf16:
-        use_bf16(policy)
-        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
-            use_bf16(reference)
-    if args.fsdp:
-        shard(policy)
-
-
-# v1: memory
-def checkpoint_layers(policy):
-    """Recompute the activations of each layer in the backward pass.
+def recompute_activations(policy):
+    """Keep only the inputs of each layer, and recompute the rest in the backward pass.
 
     The gradient checkpointing of transformers needs train() mode, in which dropout is on.
     """
@@ -1070,7 +1062,6 @@ def checkpoint_layers(policy):
         )
 
 
-# v1: memory
 def use_bf16(policy):
     """Multiply matrices in bfloat16. The two heads stay in float32, because log-probs need it.
 
@@ -1103,36 +1094,34 @@ def add_adapters(policy, args):
     policy.eval()
 
 
-# v1: lora
 def without_adapters(policy, *inputs):
     """Call the frozen model, without its adapters: a reference that takes no memory."""
     with policy.lm.disable_adapter():
         return policy(*inputs)
 
 
-# v1: lora
 def trained_names(policy) -> list[str]:
     """Names of the weights that are trained. With LoRA, those of adapters and value head."""
-    state = policy.state_dict(keep_vars=True)
-    return [name for name, weight in state.items() if weight.requires_grad]
+    weights = policy.state_dict(keep_vars=True)
+    return [name for name, weight in weights.items() if weight.requires_grad]
 
 
-# v1: lora
 def merge_adapters(lm):
     """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {}
+    merged_weights = {}
     for name, weight in lm.state_dict().items():
+        if "lora_" in name:
+            continue
         weight = weight.cpu().float()
         if name.endswith(".base_layer.weight"):
             adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
             weight = weight + adapted_layer.get_delta_weight("default").cpu()
-        if "lora_" not in name:
-            state[name.replace(".base_layer", "")] = weight
+        merged_weights[name.replace(".base_layer", "")] = weight
     with torch.device("meta"):
-        merged = type(lm)(lm.config)
-    merged.generation_config = lm.generation_config
-    return merged, state
+        merged_lm = type(lm)(lm.config)
+    merged_lm.generation_config = lm.generation_config
+    return merged_lm, merged_weights
 
 
 # --- run folder ---
@@ -1167,10 +1156,11 @@ class Run:
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = rows  # v1: checkpoint: those of the run that is resumed
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)  # v1: checkpoint
+        # v1: checkpoint
+        self.rows = rows  # those of the run that is resumed
+        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
         self.wandb = None
-        if rank() > 0:  # v1: distributed: one process writes
+        if rank() > 0:  # v1: distributed
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
@@ -1197,27 +1187,21 @@ class Run:
             )
             self.wandb = wandb
 
-    def log(self, metrics: dict):
+    def log(self, metrics: dict, samples: list[dict] = ()):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if rank() > 0:  # v1: distributed
             return
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        step = row["global_step"]
+        append_lines(self.dir / "metrics.jsonl", [row])
+        samples = [{"global_step": step} | sample for sample in samples]
+        append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
-
-    def log_samples(self, global_step: int, samples: list[dict]):
-        if rank() > 0:  # v1: distributed
-            return
-        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for sample in samples:
-                row = {"global_step": global_step} | sample
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if self.wandb:
-            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
-            self.wandb.log({"samples": table}, step=global_step)
+            self.wandb.log(row, step=step)
+        if self.wandb and samples:
+            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
+            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -1248,6 +1232,12 @@ class Run:
         print(f"the model of the best evaluation is in {self.dir}/best")  # v1: best
 
 
+def append_lines(path: Path, rows: list[dict]):
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
 def plot_metric(axis, rows: list[dict], name: str):
     rows = [row for row in rows if row.get(name) is not None]
     steps = [row["global_step"] for row in rows]
@@ -1267,7 +1257,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
@@ -1282,8 +1274,8 @@ class ResumeArgs:
     resume: bool = False
 
 
-# These options set the data, the rewards and the model. They are made again when a run resumes, not
-# loaded from the checkpoint, so --resume cannot change them.
+# --resume cannot change these options. What they set is made again when a run resumes, or a change
+# would not fit what the checkpoint holds.
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
     sft_steps chat_template max_prompt_length lora_rank weights_dtype kl_coef""".split()
 
@@ -1297,55 +1289,63 @@ def parse_args() -> Args:
     if not options:
         return tyro.cli(Args, description=__doc__)
     saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
-    vars(saved).update(options)
+    vars(saved).update(options, resume=True)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
-        if name == "resume" or value == old_value:
+        if value == old_value:
             continue
+        option = "--" + name.replace("_", "-")
         if name in FIXED_OPTIONS:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
-        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+            sys.exit(f"--resume cannot change {option} from {old_value}")
+        print(f"changed: {option} {old_value} -> {value}")
     return args
 
 
 # --- checkpoints ---
-# v1: checkpoint
-# A checkpoint holds whole tensors, whether the model is sharded or not.
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# A checkpoint holds whole tensors, whether the model is sharded or not. It has no frozen weights:
+# with LoRA those of the loaded model stay.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
-    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    policy_state, optimizer_state = get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
-        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        weights = {name: policy_state[name] for name in trained_names(policy)}
+        saved = dict(policy=weights, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def load_checkpoint(policy, optimizer, args) -> dict:
-    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir, "checkpoint.pt")
+def load_checkpoint(policy, optimizer, state: dict, args) -> list[dict]:
+    """Restore weights, optimizer and state. Returns the logged rows; [] if there is no checkpoint.
+
+    If only some ranks find the checkpoint, the others end with an error.
+    """
+    path = Path(args.run_dir or "", "checkpoint.pt")
+    if not any_rank(args.resume and path.exists(), policy.eos_ids.device):
+        return []
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
-    dcp.set_state_dict(
+    set_state_dict(
         policy,
         optimizer,
         model_state_dict=saved["policy"],
         optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    print(f"resuming after iteration {saved['state']['iteration']}")
-    return saved
+    state.update(saved["state"])
+    print(f"resuming after iteration {state['iteration']}")
+    return saved["rows"]
 
 
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
+    if not (args.resume and folder.is_dir()):
+        return False
     is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
-    return args.resume and (is_empty or bool(options_of_run(folder)))
+    return is_empty or bool(options_of_run(folder))
 
 
 def options_of_run(folder: Path) -> dict:
@@ -1379,25 +1379,24 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
+    """Save an ordinary Hugging Face folder, first under a temporary name.
+
+    A run that is killed here saves the folder again when it is resumed.
+    """
     lm = policy.lm
-    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
-        lm, state = merge_adapters(lm)
+    if hasattr(lm, "peft_config"):  # a model with adapters
+        lm, weights = merge_adapters(lm)
     else:
-        state = dcp.get_model_state_dict(lm, options=WHOLE)
+        weights = get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
     for name in lm.all_tied_weights_keys:  # their values are in the file under another name
-        state.pop(name, None)
+        weights.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
-    old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=state)
+    lm.save_pretrained(new_folder, state_dict=weights)
     tokenizer.save_pretrained(new_folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
-    if folder.exists():  # a folder that is not empty cannot be replaced
-        os.replace(folder, old_folder)
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(new_folder, folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
@@ -1409,11 +1408,8 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -1449,8 +1445,6 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
-    else:
-        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

@@ -48,7 +48,6 @@ The algorithm comes first and ends with `main`. Option checks, data, models and 
 """
 
 import copy
-import importlib.util
 import inspect
 import io
 import json
@@ -75,7 +74,12 @@ import transformers
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -114,7 +118,7 @@ class Args:
     sft_steps: int = 300  # tiny model only: supervised steps on scrambled answers before PPO
     # rollout
     batch_size: int = 128  # responses per iteration
-    max_response_length: int = 8  # tokens, including EOS
+    max_response_length: int = 8  # tokens, including EOS; without EOS the built-in score is 0
     max_prompt_length: int | None = None  # v1: memory: drop longer prompts (None: keep all)
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
@@ -123,7 +127,7 @@ class Args:
     update_epochs: int = 2  # passes over the batch
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    # v1: schedule, accumulate, memory, lora, best
+    # v1: all
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
     warmup_steps: int = 0  # number of first iterations in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
@@ -146,12 +150,12 @@ class Args:
     target_kl: float | None = None  # stop an update if approx_kl > 1.5 times this (nats per token)
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # highest ratio for tokens with a negative advantage (None: off)
-    # replay; v2: lag, correction, log
-    rollout_lag: int = 0  # iterations between the policy that samples and the one that is trained
+    # v2: all
+    # replay
+    rollout_lag: int = 0  # sample with the policy of K iterations ago (K + 1 copies on the CPU)
     correction: Correction = "auto"  # rule for stale tokens (auto: dppo with a lag, else decoupled)
     correction_limit: float | None = None  # limit; None: decoupled 2, cispo 4, dppo .2, m2po .04
     log_rollouts: bool = False  # write every response that has a score to rollouts.jsonl
-    # v2: buffer
     use_replay_buffer: bool = False  # train on past rollouts, too
     replay_from: str | None = None  # rollouts.jsonl of another run, to fill the buffer at the start
     replay_buffer_size: int = 6_400  # rollouts kept; the oldest are dropped first
@@ -180,13 +184,12 @@ class Args:
         """Micro-batches of an epoch: minibatches x accumulation steps x processes."""
         return self.num_minibatches * self.gradient_accumulation_steps * world_size()
 
-    # v2: correction
+    # v2: correction, buffer
     def stale_correction(self) -> str:
         if self.correction == "auto":
             return "dppo" if self.rollout_lag else "decoupled"
         return self.correction
 
-    # v2: buffer
     def draws_per_update(self) -> int:
         if self.new_samples_ratio is None:
             return self.replay_sample_size
@@ -201,10 +204,13 @@ class Args:
 #     ref_logprobs                  (B,R)  of the reference
 #     advantages, returns           (B,R)  added by add_advantages
 #     scores, ended                 (B,)   ended: 1 if there is an EOS
-# v1: nan: if a score is NaN or infinite, the mask of the response is 0.
-# v2: lag, buffer: more tensors
-#     mu_logprobs, mu_values        (B,R)  of the policy that sampled
-#     sample_weights, is_replayed   (B,1)  1 and 0 for fresh rollouts
+# v1: nan
+# If the score of a response is NaN or infinite, its mask is 0.
+# v2: lag, buffer
+#     logprobs, values              (B,R)  of prox; until rollout_with_lag ends, of mu
+#     mu_logprobs, mu_values        (B,R)  of mu, the policy that sampled
+#     sample_weights, value_weights (B,1)  factors of the two losses; 1 for fresh rollouts
+#     is_replayed                   (B,1)  1 for drawn rollouts
 
 
 class PolicyWithValue(nn.Module):
@@ -307,29 +313,30 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
     values = torch.zeros_like(logprobs)
     response_ids = torch.zeros_like(logprobs, dtype=torch.long)
     response_mask = torch.zeros_like(response_ids)
-    rows = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
-    ids = prompt_ids  # what the model reads next: the prompts, then one token per row
+    active = torch.arange(len(prompt_ids), device=device)  # responses that have not ended
+    ids = (
+        prompt_ids  # what the model reads next: the prompts, then one token of each active response
+    )
     mask = prompt_mask
     cache = None  # the model creates it
     for t in range(max_response_length):
         logits, new_values, cache = policy(ids, mask, 1, cache, use_cache=True)
-        logits = logits[:, 0]  # (rows,V)
+        logits = logits[:, 0]  # (active,V)
         if uniforms is None:
             tokens = logits.argmax(-1)
         else:
-            tokens = sample_token(logits, uniforms[rows, t])
+            tokens = sample_token(logits, uniforms[active, t])
         token_logits = logits.gather(-1, tokens[:, None]).squeeze(-1)
-        response_ids[rows, t] = tokens
-        response_mask[rows, t] = 1  # EOS included
-        logprobs[rows, t] = token_logits - logits.logsumexp(-1)
-        values[rows, t] = new_values[:, 0]
+        response_ids[active, t] = tokens
+        response_mask[active, t] = 1  # EOS included
+        logprobs[active, t] = token_logits - logits.logsumexp(-1)
+        values[active, t] = new_values[:, 0]
 
-        # Go on with the rows whose response has not ended.
-        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)
+        unfinished = (~torch.isin(tokens, policy.eos_ids)).nonzero().squeeze(-1)  # of the active
         if len(unfinished) == 0:
             break
-        if len(unfinished) < len(rows):
-            rows = rows[unfinished]
+        if len(unfinished) < len(active):
+            active = active[unfinished]
             tokens = tokens[unfinished]
             mask = mask[unfinished]
             cache.reorder_cache(unfinished)
@@ -337,7 +344,7 @@ def generate(policy, prompt_ids, prompt_mask, max_response_length, uniforms=None
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
 
     longest = response_mask.sum(1).max()
-    if world_size() > 1:  # v1: distributed: the responses of all ranks get one width
+    if world_size() > 1:  # v1: distributed
         dist.all_reduce(longest, dist.ReduceOp.MAX)
     batch = dict(
         response_ids=response_ids, response_mask=response_mask, logprobs=logprobs, values=values
@@ -354,7 +361,8 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     answers = [answer for _, answer in pairs]
     padding = dict(padding=True, padding_side="left", return_tensors="pt")
     inputs = encode(tokenizer, prompts, args.chat_template, **padding).to(policy.eos_ids.device)
-    # v1: distributed: prompts are padded to one length for all ranks; each rank takes its share
+    # v1: distributed
+    # The prompts of all ranks have been padded to one length. Each rank takes its share.
     prompts = my_share(prompts)
     answers = my_share(answers)
     prompt_ids = my_share(inputs.input_ids)
@@ -362,8 +370,9 @@ def rollout(policy, pairs, tokenizer, scorer, args, uniforms=None) -> dict:
     if uniforms is not None:
         uniforms = my_share(uniforms)
     batch = dict(prompt_ids=prompt_ids, prompt_mask=prompt_mask)
-    # v1: memory: autocast copies a trained weight to bfloat16 once, and keeps the copy until its
-    # block ends. So the block surrounds the whole loop over tokens.
+    # v1: memory
+    # Autocast copies a trained weight to bfloat16 once, and keeps the copy until its block ends. So
+    # the block surrounds the whole loop over tokens.
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=args.bf16):
         batch |= generate(policy, prompt_ids, prompt_mask, args.max_response_length, uniforms)
 
@@ -397,8 +406,8 @@ def rollout_with_lag(policy, past_weights: list, pairs, tokenizer, scorer, args,
     """Sample with the weights of K iterations ago; then compute current log-probs and values.
 
     past_weights ends with the current weights and begins with those of K iterations ago, or with
-    the initial ones. With a lag, mu sampled the tokens: neither the KL penalty nor the logged KLs
-    estimate a KL divergence.
+    the initial ones. With a lag, mu sampled the tokens. So the KL penalty, approx_kl and ref_kl do
+    not estimate KL divergences.
     """
     if args.rollout_lag:
         weights = policy.state_dict()
@@ -434,7 +443,7 @@ def token_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """KL penalty on every token, plus the score on the last one.  (B,), 3 x (B,R) -> (B,R)
 
     On tokens that the policy sampled, log pi - log pi_ref is an unbiased estimate of the KL
-    divergence. It must be part of the reward: in the loss, its expected gradient would be zero.
+    divergence. As a term of the loss, this estimate would have an expected gradient of zero.
     """
     rewards = -kl_coef * (logprobs - ref_logprobs) * mask
     last_token = (mask.sum(1, keepdim=True).long() - 1).clamp(min=0)  # (B,1)
@@ -467,7 +476,8 @@ def policy_loss(new_logprobs, logprobs, advantages, clip_coef, clip_coef_high=No
     high = clip_coef_high or clip_coef  # v1: clip
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + high)
     loss = torch.max(unclipped, clipped)
-    if dual_clip:  # v1: clip: else the loss of a negative advantage grows with the ratio
+    if dual_clip:  # v1: clip
+        # Without it the loss of a negative advantage grows with the ratio.
         loss = torch.where(advantages < 0, torch.min(loss, -advantages * dual_clip), loss)
     return loss, (loss != unclipped).float()
 
@@ -492,8 +502,8 @@ def explained_variance(batch: dict) -> float:
 def adapt_kl_coef(kl_coef, kl, ref_kl_target, num_responses):
     """The controller of arXiv:1909.08593, section 2.2, with the constants of its released code.
 
-    The KL is in nats per response. The coefficient changes by a factor of at most
-    1 + 0.2 * num_responses / 10,000.
+    The KL is in nats per response. The coefficient changes slowly: by at most 0.26 % per iteration
+    of 128 responses.
     """
     error = min(max(kl / ref_kl_target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * num_responses / 10_000)
@@ -517,8 +527,8 @@ def lr_factor(iteration, args) -> float:
 # v2: correction
 # A rule returns the weight of each token: its gradient is -advantage * weight * grad log pi.
 # new_logprobs, logprobs and mu_logprobs are those of pi, prox and mu (see the top of the file).
-# A rule corrects for the choice of this token only. The rest of the response is what mu sampled.
-# All rules have the same parameters, and each uses some of them.
+# It corrects for the choice of this token only. The rest of the response is what mu sampled.
+# All rules have the same parameters, so that one call fits all. Each uses some of them.
 def importance_ratio(logprobs, other_logprobs):
     return (logprobs - other_logprobs).clamp(-20, 20).exp()
 
@@ -530,7 +540,7 @@ def inside_clip(ratios, advantages, clip_coef):
     return ~(too_high | too_low)
 
 
-def none(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def uncorrected(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """No correction: PPO as if prox had sampled the token."""
     ratios = importance_ratio(new_logprobs, logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
@@ -543,7 +553,7 @@ def behaviour(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, 
 
 
 def decoupled(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
-    """Clip the ratio pi/prox and multiply by prox/mu, at most `limit` (arXiv:2110.00641)."""
+    """Clip the ratio pi/prox (arXiv:2110.00641). The other factor, prox/mu, is at most `limit`."""
     ratios = importance_ratio(new_logprobs, logprobs)
     correction = importance_ratio(logprobs, mu_logprobs).clamp(max=limit)
     return correction * ratios * inside_clip(ratios, advantages, clip_coef)
@@ -587,41 +597,30 @@ def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
 
 
 CORRECTIONS = dict(
-    none=none, behaviour=behaviour, decoupled=decoupled, cispo=cispo, dppo=dppo, m2po=m2po
+    none=uncorrected, behaviour=behaviour, decoupled=decoupled, cispo=cispo, dppo=dppo, m2po=m2po
 )
 LIMITS = dict(decoupled=2.0, cispo=4.0, dppo=0.2, m2po=0.04)  # unless --correction-limit is set
 
 
-def stale_policy_loss(
-    correction, new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit=None
-):
-    """Loss of stale tokens, and 1 where the weight of the token is 0.  -> 2 x (B,R)
+def stale_policy_loss(new_logprobs, minibatch: dict, is_stale, args):
+    """Loss of stale tokens, and 1 where the weight of a token is 0.  -> 2 x (B,R)
 
     --clip-coef-high and --dual-clip act on fresh tokens only.
     """
-    rule = CORRECTIONS[correction]
-    limit = limit or LIMITS.get(correction)
+    name = args.stale_correction()
     now = new_logprobs.detach()
-    weights = rule(now, logprobs, mu_logprobs, advantages, mask, clip_coef, limit)
-    # The last factor is 1, and its gradient is that of new_logprobs.
-    loss = -advantages * weights * (1 + new_logprobs - now)
-    return loss, (weights == 0).float()
-
-
-def replace_stale_losses(pg_loss, clipped, new_logprobs, minibatch: dict, args):
-    """Put the loss of `stale_policy_loss` where tokens are stale.  -> 2 x (B,R)"""
-    is_stale = (minibatch["is_replayed"] > 0) | (args.rollout_lag > 0)  # (B,1)
-    stale_loss, dropped = stale_policy_loss(
-        args.stale_correction(),
-        new_logprobs,
+    weights = CORRECTIONS[name](
+        now,
         minibatch["logprobs"],
         minibatch["mu_logprobs"],
         minibatch["advantages"],
         minibatch["response_mask"].float() * is_stale,
         args.clip_coef,
-        args.correction_limit,
+        args.correction_limit or LIMITS.get(name),
     )
-    return torch.where(is_stale, stale_loss, pg_loss), torch.where(is_stale, dropped, clipped)
+    # The last factor is 1, and its gradient is that of new_logprobs.
+    loss = -minibatch["advantages"] * weights * (1 + new_logprobs - now)
+    return loss, (weights == 0).float()
 
 
 # --- buffer ---
@@ -635,7 +634,7 @@ class ReplayBuffer:
 
     The rows are a batch on the CPU, with three more columns (N,):
         birth     the iteration in which the rollout was sampled
-        reuse     the number of updates in which it was drawn, whatever the number of copies
+        reuse     the number of updates in which it was drawn, once or many times
         priority  how useful it is expected to be
     """
 
@@ -683,16 +682,6 @@ class ReplayBuffer:
         keep = is_live.nonzero().flatten()[-capacity:]
         self.rows = {name: tensor[keep] for name, tensor in rows.items()}
 
-    def odds(self, iteration: int):
-        """How likely each rollout is drawn, relative to the others.  -> (N,)"""
-        odds = torch.ones_like(self.rows["priority"])
-        if self.args.use_priority_sampling:
-            odds = self.rows["priority"]
-        if self.args.priority_age_tau is not None:
-            ages = iteration - self.rows["birth"]
-            odds = odds * (-ages / self.args.priority_age_tau).exp()
-        return odds.clamp(min=1e-300)  # a large age or alpha could make all of them 0
-
     def draw(self, iteration: int, last_kl: float):
         """Draw with replacement: a draw may contain many copies of one rare success.
 
@@ -712,7 +701,13 @@ class ReplayBuffer:
         if num_drawn == 0:
             return nothing
 
-        odds = self.odds(iteration) * may_draw
+        odds = torch.ones_like(self.rows["priority"])
+        if args.use_priority_sampling:
+            odds = self.rows["priority"]
+        if args.priority_age_tau is not None:
+            ages = iteration - self.rows["birth"]
+            odds = odds * (-ages / args.priority_age_tau).exp()
+        odds = odds.clamp(min=1e-300) * may_draw  # not 0 if the age or alpha is large
         probabilities = odds / odds.sum()
         indices = probabilities.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
@@ -757,7 +752,7 @@ def join(batches: list[dict]) -> dict:
 def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     """Drawn rollouts with current log-probs, values and advantages; {} if there are none.
 
-    mu sampled their tokens, so their KL penalty does not estimate a KL divergence: it rewards
+    mu sampled their tokens, so their KL penalty does not estimate a KL divergence. It rewards
     tokens that are less likely under prox than under the reference.
     """
     indices, sample_weights = buffer.draw(iteration, state["last_kl"])
@@ -775,13 +770,18 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     drawn["logprobs"], _, drawn["values"] = logprobs_and_values_in_parts(policy, drawn, args)
     add_advantages(drawn, state["kl_coef"], args)
     buffer.rows["priority"][indices] = buffer.priorities(drawn)
-    if args.replay_advantages == "positive":  # eq. 2 of arXiv:1806.05635: self-imitation
-        drawn["advantages"] = drawn["advantages"].clamp(min=0)
-    elif args.norm_adv:
-        drawn["advantages"] = whiten(drawn["advantages"], drawn["response_mask"])
     drawn["buffer_rows"] = indices
     drawn["sample_weights"] = sample_weights[:, None].to(device)
+    drawn["value_weights"] = drawn["sample_weights"]
     drawn["is_replayed"] = torch.ones_like(drawn["sample_weights"])
+    if args.replay_advantages == "positive":
+        # Self-imitation, as in eq. 2 of arXiv:1806.05635. But here the critic does not learn from
+        # drawn rollouts: the priorities prefer those that went better than expected, so it would
+        # expect too much.
+        drawn["advantages"] = drawn["advantages"].clamp(min=0)
+        drawn["value_weights"] = torch.zeros_like(drawn["sample_weights"])
+    elif args.norm_adv:
+        drawn["advantages"] = whiten(drawn["advantages"], drawn["response_mask"])
     return drawn
 
 
@@ -789,29 +789,15 @@ def mix(batch: dict, drawn: dict, args) -> dict:
     """Fresh rollouts with weight 1, and after them the drawn ones, if there are any."""
     fresh = dict(batch)  # a copy: the buffer needs advantages before they are normalized
     fresh["sample_weights"] = torch.ones_like(batch["scores"])[:, None]
+    fresh["value_weights"] = fresh["sample_weights"]
     fresh["is_replayed"] = torch.zeros_like(fresh["sample_weights"])
     if args.norm_adv:
         fresh["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
     return join([fresh, drawn]) if drawn else fresh
 
 
-def value_weights(minibatch: dict, args):
-    """Weights of the value loss.  -> (B,1)
-
-    With --replay-advantages positive they are 0 for drawn rollouts, unlike in arXiv:1806.05635. The
-    priorities prefer responses that went better than expected, and a critic that learned from them
-    would expect too much.
-    """
-    if args.replay_advantages == "positive":
-        return minibatch["sample_weights"] * (1 - minibatch["is_replayed"])
-    return minibatch["sample_weights"]
-
-
 def staleness(batch: dict, sample_weights, prefix: str) -> dict[str, float]:
-    """How far the policy before the update is from the one that sampled.
-
-    For ess, importance weights are limited to 2, whatever the correction.
-    """
+    """How far prox is from mu. For ess, importance weights are limited to 2 in all corrections."""
     mask = batch["response_mask"].float()
     importance = importance_ratio(batch["logprobs"], batch["mu_logprobs"]).clamp(max=2)
     importance = (importance * sample_weights)[mask > 0]
@@ -855,25 +841,30 @@ def add_advantages(batch: dict, kl_coef, args):
     batch["returns"] = advantages + batch["values"]
 
 
-def minibatch_rows(batch: dict, args):
-    """Yield the rows of each minibatch, epoch by epoch.
+def minibatch_indices(batch: dict, args):
+    """Yield the indices of each minibatch, epoch by epoch.
 
-    v2: buffer: drawn rows follow the fresh ones, and every minibatch has its share of both.
+    # v2: buffer
+    Drawn rollouts follow the fresh ones, and every minibatch has its share of both.
     """
     num_drawn = len(batch["scores"]) - args.batch_size
     for _ in range(args.update_epochs):
-        fresh_parts = torch.randperm(args.batch_size).chunk(args.num_minibatches)
-        drawn_rows = torch.randperm(num_drawn) + args.batch_size
-        drawn_parts = drawn_rows.tensor_split(args.num_minibatches)
-        for fresh_part, drawn_part in zip(fresh_parts, drawn_parts, strict=True):
-            yield torch.cat([fresh_part, drawn_part])
+        fresh = torch.randperm(args.batch_size).tensor_split(args.num_minibatches)
+        drawn = (torch.randperm(num_drawn) + args.batch_size).tensor_split(args.num_minibatches)
+        for parts in zip(fresh, drawn, strict=True):
+            yield torch.cat(parts)
 
 
 def ppo_loss(policy, minibatch: dict, num_tokens, args):
-    """Returns the loss and a dict of statistics. All of them are means over tokens.
+    """Returns the loss and a dict of statistics, which are means over the tokens of the minibatch.
 
-    v1: accumulate: `minibatch` may be one of several parts. Its sums are divided by the number of
-    tokens of the whole minibatch, so that the results and gradients of all parts add up.
+    # v1: accumulate
+    `minibatch` may be one of several parts. Its sums are divided by the number of tokens of the
+    whole minibatch, so that the results and gradients of all parts add up.
+
+    # v2: buffer
+    Drawn tokens count in this number even where their weight is 0. So with many of them the value
+    loss of the fresh tokens gets smaller.
     """
     mask = minibatch["response_mask"].float()
     logprobs = minibatch["logprobs"]
@@ -887,9 +878,11 @@ def ppo_loss(policy, minibatch: dict, num_tokens, args):
     )
     v_loss = value_loss(new_values, minibatch["values"], minibatch["returns"], args.vf_clip_coef)
     if args.use_replay_buffer or args.rollout_lag:  # v2: correction, buffer
-        pg_loss, clipped = replace_stale_losses(pg_loss, clipped, new_logprobs, minibatch, args)
-        pg_loss = pg_loss * minibatch["sample_weights"]
-        v_loss = v_loss * value_weights(minibatch, args)
+        is_stale = (minibatch["is_replayed"] > 0) | (args.rollout_lag > 0)  # (B,1)
+        stale_loss, dropped = stale_policy_loss(new_logprobs, minibatch, is_stale, args)
+        pg_loss = torch.where(is_stale, stale_loss, pg_loss) * minibatch["sample_weights"]
+        clipped = torch.where(is_stale, dropped, clipped)
+        v_loss = v_loss * minibatch["value_weights"]
     per_token = dict(
         policy_loss=pg_loss,
         value_loss=v_loss,
@@ -912,9 +905,9 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
     # v1: accumulate, distributed
     num_tokens = minibatch["response_mask"].sum()
     stats = {}
-    rows = torch.arange(len(minibatch["scores"]))
-    for micro_inds in my_share(rows).chunk(args.gradient_accumulation_steps):
-        micro_batch = {name: tensor[micro_inds] for name, tensor in minibatch.items()}
+    my_indices = my_share(torch.arange(len(minibatch["scores"])))
+    for indices in my_indices.chunk(args.gradient_accumulation_steps):
+        micro_batch = {name: tensor[indices] for name, tensor in minibatch.items()}
         loss, micro_stats = ppo_loss(policy, micro_batch, num_tokens, args)
         loss.backward()
         for name, value in micro_stats.items():
@@ -922,7 +915,7 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
     sum_over_ranks(stats.values())
     sum_gradients(policy)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-    if args.fsdp:  # v1: distributed
+    if args.fsdp:
         stats["grad_norm"] = stats["grad_norm"].full_tensor()
     return stats
 
@@ -930,20 +923,23 @@ def compute_gradient(policy, minibatch: dict, args) -> dict:
 def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
-    Statistics are measured before each step. So approx_kl of the first step is 0 up to rounding.
+    Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
+    The means include the step that --target-kl did not take.
     """
-    # v2: buffer: `mix` has normalized the advantages
+    # v2: buffer
+    # `mix` has normalized the advantages of fresh rollouts, and `draw_batch` those of drawn ones.
     steps = []
     num_skipped = 0
-    for mb_inds in minibatch_rows(batch, args):
+    for indices in minibatch_indices(batch, args):
         optimizer.zero_grad()
-        minibatch = {name: tensor[mb_inds] for name, tensor in batch.items()}
+        minibatch = {name: tensor[indices] for name, tensor in batch.items()}
         stats = compute_gradient(policy, minibatch, args)
         if not all(value.isfinite() for value in stats.values()):
             num_skipped += 1  # a NaN must not reach the weights
             continue
         steps.append(stats)
-        # v1: kl: the first step is always taken, because approx_kl is measured before the step
+        # v1: kl
+        # The first step is always taken, because approx_kl is measured before the step.
         if args.target_kl and len(steps) > 1 and stats["approx_kl"] > 1.5 * args.target_kl:
             break
         optimizer.step()
@@ -972,7 +968,8 @@ def evaluate(policy, pairs, tokenizer, scorer, args):
     samples = []
     for start in range(0, len(pairs), args.batch_size):
         some_pairs = pairs[start : start + args.batch_size]
-        # v1: distributed: repeat the first prompt until every rank gets the same number of prompts
+        # v1: distributed
+        # Repeat the first prompt until every rank gets the same number of prompts.
         copies = some_pairs[:1] * (-len(some_pairs) % world_size())
         batch = rollout(policy, some_pairs + copies, tokenizer, scorer, args)
         batch = gather_rows(batch)
@@ -1004,7 +1001,7 @@ def as_samples(batch: dict, pairs, tokenizer) -> list[dict]:
 
 def batch_metrics(batch: dict, args) -> dict[str, float]:
     """Metrics of the sampled responses, before the update."""
-    # v1: nan: leave out responses without a score
+    # v1: nan
     is_scored = batch["response_mask"].any(1)
     num_nan_scores = (~is_scored).sum().item()
     batch = {name: tensor[is_scored] for name, tensor in batch.items()}
@@ -1035,7 +1032,45 @@ def keep_if_best(state: dict, metrics: dict, policy, tokenizer, run):
         save_model(policy, tokenizer, run.dir / "best")
 
 
+def stops_early(state: dict, args) -> bool:
+    """Also True when a run that has stopped early is resumed."""
+    patience = args.early_stopping_patience
+    return patience is not None and state["evals_without_improvement"] >= patience
+
+
 # --- main ---
+def set_up_training(policy, device, args):
+    """Returns the frozen reference, which is a copy of the policy, and the optimizer."""
+    # v1: lora, memory, distributed
+    # The order matters. The reference is copied before anything replaces methods of the policy,
+    # because the copy would call the methods of the policy. Only then the optimizer gets the
+    # parameters, which `shard` replaces.
+    if args.lora_rank:
+        add_adapters(policy, args)
+    policy.to(device)
+    broadcast_weights(policy)
+    reference = None
+    if args.kl_coef and args.lora_rank:
+        reference = partial(without_adapters, policy)  # the frozen model takes no memory
+    elif args.kl_coef:
+        reference = copy.deepcopy(policy).requires_grad_(False)
+        if args.bf16:
+            use_bf16(reference)
+    if args.gradient_checkpointing:
+        recompute_activations(policy)
+    if args.bf16:
+        use_bf16(policy)
+    if args.fsdp:
+        shard(policy)
+    trained = [x for x in policy.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
+    )
+    num_parameters = sum(x.numel() for x in optimizer.param_groups[0]["params"])
+    print(f"device {device}, {num_parameters:,} parameters are trained")
+    return reference, optimizer
+
+
 def main(args: Args) -> dict[str, float]:
     if args.run_dir and Path(args.run_dir).exists() and not is_resumable(args):  # v1: checkpoint
         sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
@@ -1053,28 +1088,11 @@ def main(args: Args) -> dict[str, float]:
     policy = PolicyWithValue(lm, eos_ids, args.temperature)
     if args.model_name is None:  # before the reference is copied
         warm_start(lm, train_pairs, tokenizer, args)
-    if args.lora_rank:  # v1: lora
-        add_adapters(policy, args)
-    policy.to(device)
-    broadcast_weights(policy)  # v1: distributed
-    reference = None
-    if args.kl_coef and args.lora_rank:  # v1: lora: the frozen model is the reference
-        reference = partial(without_adapters, policy)
-    elif args.kl_coef:
-        reference = copy.deepcopy(policy).requires_grad_(False)
-    save_memory(policy, reference, args)  # v1: memory, distributed
-    trained = [x for x in policy.parameters() if x.requires_grad]  # v1: lora: not the base model
-    optimizer = torch.optim.AdamW(
-        trained, args.learning_rate, eps=1e-5, weight_decay=0.0, fused=True
-    )
-    num_parameters = sum(x.numel() for x in trained)
-    print(f"device {device}, {num_parameters:,} parameters are trained")
-    if args.lora_rank:  # v1: lora
-        print(f"the other parameters are frozen, in {args.weights_dtype}")
+    reference, optimizer = set_up_training(policy, device, args)
     prompt_order = shuffled_passes(train_pairs, args.num_iterations * args.batch_size, args.seed)
 
-    buffer = ReplayBuffer(args)  # v2: buffer
-    # v1: checkpoint, kl, best: what a checkpoint holds besides weights, optimizer and rows
+    # v1: checkpoint
+    # A checkpoint holds this, the weights, the optimizer, and the metrics logged so far.
     state = dict(
         iteration=0,
         kl_coef=args.kl_coef,
@@ -1083,23 +1101,18 @@ def main(args: Args) -> dict[str, float]:
         # v2: lag, buffer
         past_weights=[],
         last_kl=0.0,
-        buffer=buffer.state_dict(),
+        buffer={},
     )
-    rows = []  # what has been logged
-    # If a rank does not find the checkpoint, loading it there ends the run.
-    if args.resume and any_rank(Path(args.run_dir, "checkpoint.pt").exists(), device):
-        saved = load_checkpoint(policy, optimizer, args)
-        state |= saved["state"]
-        rows = saved["rows"]
+    rows = load_checkpoint(policy, optimizer, state, args)
+    # v2: buffer
+    buffer = ReplayBuffer(args)
+    buffer.load_state_dict(state["buffer"])
     run = Run(args, rows)
     if rows:
         metrics, samples = rows[-1], []
-        # v2: buffer, log
-        buffer.load_state_dict(state["buffer"])
     else:
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
-        run.log({"global_step": 0} | metrics)
-        run.log_samples(0, samples)
+        run.log({"global_step": 0} | metrics, samples)
         print_samples("before training", samples)
         keep_if_best(state, metrics, policy, tokenizer, run)
         # v2: log
@@ -1109,13 +1122,7 @@ def main(args: Args) -> dict[str, float]:
     done = state["iteration"]
     progress = tqdm(initial=done, total=args.num_iterations, disable=None, file=sys.stdout)
     for iteration in range(done + 1, args.num_iterations + 1):
-        # v1: best
-        patience = args.early_stopping_patience
-        if patience and state["evals_without_improvement"] >= patience:
-            print(
-                f"early stop: {patience} evaluations in a row were not better than {run.dir}/best"
-            )
-            save_checkpoint(run, policy, optimizer, state)  # a resumed run stops here, too
+        if stops_early(state, args):  # v1: best
             break
         start_time = time.time()
         # The random numbers of an iteration depend on the seed and the iteration only.
@@ -1153,7 +1160,8 @@ def main(args: Args) -> dict[str, float]:
 
         # 3. update
         losses = update(policy, optimizer, train_batch, args)  # v2: buffer
-        # v2: lag: `logprobs` are not those of the sampler. In the first iteration mu is prox.
+        # v2: lag
+        # `logprobs` are not those of the sampler. In the first iteration both are the same policy.
         if args.rollout_lag:
             del losses["rollout/logprob_mismatch"]
         if args.rollout_lag and iteration == 1:
@@ -1162,12 +1170,11 @@ def main(args: Args) -> dict[str, float]:
         mismatch = losses.get("rollout/logprob_mismatch", 0.0)
         if iteration == 1 and mismatch > 0.1:
             sys.exit(
-                f"sampling and training differ by {mismatch:.2f} nats per token: use another model, "
-                "or leave out --bf16"  # v1: memory
+                f"sampling and training differ by {mismatch:.2f} nats per token: use another model"
             )
 
         # v2: buffer, log
-        state["last_kl"] = losses["losses/approx_kl"]
+        state["last_kl"] = losses["losses/approx_kl"]  # mean over the steps, the first one is 0
         if args.use_replay_buffer:
             buffer.add(batch, iteration)
             state["buffer"] = buffer.state_dict()
@@ -1178,19 +1185,19 @@ def main(args: Args) -> dict[str, float]:
         metrics = {
             "global_step": global_step,
             "charts/learning_rate": learning_rate,
-            "charts/SPS": args.batch_size / (time.time() - start_time),
+            "charts/SPS": args.batch_size / (time.time() - start_time),  # responses per second
             "time/rollout": rollout_time,
             "time/update": time.time() - start_time - rollout_time,
         }
         metrics |= batch_metrics(batch, args) | losses
+        samples = []
         if iteration % args.eval_every == 0 or iteration == args.num_iterations:
             eval_metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
             metrics |= eval_metrics
-            run.log_samples(global_step, samples)
             keep_if_best(state, metrics, policy, tokenizer, run)  # v1: best
         metrics["losses/kl_coef"] = state["kl_coef"]  # v1: kl
         metrics |= stale_metrics(batch, drawn, buffer, iteration, args)  # v2: lag, buffer
-        run.log(metrics)
+        run.log(metrics, samples)
         # v1: kl
         if args.ref_kl_target and metrics["rollout/nan_scores"] < args.batch_size:
             kl = metrics["rollout/kl_per_response"]
@@ -1201,7 +1208,7 @@ def main(args: Args) -> dict[str, float]:
 
         # v1: checkpoint
         state["iteration"] = iteration
-        is_last = iteration == args.num_iterations
+        is_last = iteration == args.num_iterations or stops_early(state, args)
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
             save_checkpoint(run, policy, optimizer, state)
@@ -1211,9 +1218,14 @@ def main(args: Args) -> dict[str, float]:
             return metrics
 
     progress.close()
-    signals.release()  # v1: checkpoint
-    save_model(policy, tokenizer, run.dir / "final_model")  # v1: distributed
-    print_samples("after training", samples)
+    # v1: checkpoint, best
+    signals.release()
+    if state["iteration"] < args.num_iterations:
+        patience = args.early_stopping_patience
+        print(f"early stop: {patience} evaluations in a row were not better than {run.dir}/best")
+    save_model(policy, tokenizer, run.dir / "final_model")
+    if samples:  # a resumed run may have had nothing left to do
+        print_samples("after training", samples)
     run.finish()
     return metrics
 
@@ -1223,11 +1235,11 @@ POSITIVE = """num_threads eval_every eval_size min_digits batch_size max_respons
     temperature num_iterations learning_rate update_epochs num_minibatches max_grad_norm clip_coef
     vf_clip_coef""".split()
 NOT_NEGATIVE = "sft_steps gamma gae_lambda vf_coef ent_coef kl_coef".split()
-# v1: checkpoint, schedule, accumulate, memory, lora, best, kl, clip
+# v1: all
 POSITIVE += """save_every max_prompt_length gradient_accumulation_steps early_stopping_patience
     ref_kl_target target_kl clip_coef_high dual_clip""".split()
 NOT_NEGATIVE += ["warmup_steps", "lora_rank"]
-# v2: lag, correction, buffer
+# v2: all
 POSITIVE += """correction_limit replay_sample_size priority_age_tau max_replay_reuse min_replay_size
     staleness_threshold replay_start_size replay_grow_iteration new_samples_ratio""".split()
 NOT_NEGATIVE += "rollout_lag priority_alpha priority_beta priority_beta_increment".split()
@@ -1236,10 +1248,8 @@ NOT_NEGATIVE += "rollout_lag priority_alpha priority_beta priority_beta_incremen
 def check_args(args: Args):
     """Called whenever an Args is made. tyro prints a ValueError as a command-line error."""
     for name in POSITIVE:
-        value = getattr(args, name)
-        if (
-            value is not None and not value > 0
-        ):  # this refuses NaN as well; None turns a feature off
+        value = getattr(args, name)  # None turns a feature off
+        if value is not None and not value > 0:  # this refuses NaN, too
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     for name in NOT_NEGATIVE:
         if not getattr(args, name) >= 0:
@@ -1253,108 +1263,95 @@ def check_args(args: Args):
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
-    if args.chat_template and not args.model_name:
-        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
-    if args.batch_size % args.num_minibatches:
-        raise ValueError("--batch-size must be a multiple of --num-minibatches")
-
-
-# v1: checkpoint, schedule, accumulate, kl, clip, distributed, lora
-def check_v1_args(args: Args):
-    if args.warmup_steps >= args.num_iterations:
-        raise ValueError("--warmup-steps must be below --num-iterations")
-    if args.resume and not args.run_dir:
-        raise ValueError("--resume needs --run-dir")
-    if args.batch_size % args.num_parts():
+    if args.batch_size % args.num_parts():  # v1: accumulate, distributed
         raise ValueError(
             f"--batch-size must be a multiple of {args.num_parts()}: --num-minibatches x "
             "--gradient-accumulation-steps x processes of torchrun"
         )
-    if args.ref_kl_target and not args.kl_coef:
-        raise ValueError("--ref-kl-target needs a --kl-coef to start from")
-    if args.target_kl and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError(
-            "--target-kl does nothing with one step per update: it is measured before it"
-        )
-    if args.dual_clip and args.dual_clip <= 1:
-        raise ValueError("--dual-clip must be above 1")
-    if args.fsdp and world_size() == 1:
-        raise ValueError("--fsdp needs torchrun with two processes or more")
-    # v1: lora
-    if args.lora_rank and not importlib.util.find_spec("peft"):
-        raise ValueError("--lora-rank needs peft: pip install peft, or uv run --with peft")
-    if args.lora_rank and args.fsdp:
-        raise ValueError("--fsdp with --lora-rank is not supported: LoRA leaves little to shard")
-    if args.weights_dtype == "bfloat16" and not (args.lora_rank and args.bf16):
-        raise ValueError(
-            "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights, and "
-            "trained ones would lose small steps"
-        )
 
 
-# v2: lag, correction, buffer
-NEEDS = {  # options that do nothing without another one
-    "use_replay_buffer": """replay_from replay_buffer_size min_replay_size replay_sample_size
-        new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
-        priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
-        replay_grow_iteration replay_advantages""".split(),
-    "use_priority_sampling": ["priority_alpha"],
-    "replay_start_size": ["replay_grow_iteration"],
-}
+# v1: all
+def check_v1_args(args: Args):
+    num_steps = args.update_epochs * args.num_minibatches
+    is_bfloat16 = args.weights_dtype == "bfloat16"
+    problems = {
+        "--resume needs --run-dir": args.resume and not args.run_dir,
+        "--warmup-steps must be below --num-iterations": args.warmup_steps >= args.num_iterations,
+        "--ref-kl-target needs a --kl-coef to start from": args.ref_kl_target and not args.kl_coef,
+        "--target-kl does nothing with one step per update: it is measured before the step": (
+            args.target_kl and num_steps == 1
+        ),
+        "--dual-clip must be above 1": args.dual_clip and args.dual_clip <= 1,
+        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
+        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
+            is_bfloat16 and not (args.lora_rank and args.bf16)
+        ),
+    }
+    for message, has_problem in problems.items():
+        if has_problem:
+            raise ValueError(message)
+
+
+# v2: all
+REPLAY_OPTIONS = """replay_from replay_buffer_size min_replay_size replay_sample_size
+    new_samples_ratio use_priority_sampling priority_alpha priority_beta priority_beta_increment
+    priority_age_tau max_replay_reuse adaptive_reuse staleness_threshold replay_start_size
+    replay_grow_iteration replay_advantages""".split()
 
 
 def check_v2_args(args: Args):
-    for needed, names in NEEDS.items():
-        for name in names:
-            if not getattr(args, needed) and getattr(args, name) != getattr(Args, name):
-                option, other = (x.replace("_", "-") for x in (name, needed))
-                raise ValueError(f"--{option} needs --{other}")
+    for name in REPLAY_OPTIONS:
+        if not args.use_replay_buffer and getattr(args, name) != getattr(Args, name):
+            raise ValueError(f"--{name.replace('_', '-')} needs --use-replay-buffer")
 
-    has_stale_tokens = args.use_replay_buffer or args.rollout_lag
     rule = args.stale_correction()
-    if args.rollout_lag and args.fsdp:
-        raise ValueError("--rollout-lag copies whole weights, which --fsdp does not have")
-    if args.rollout_lag and (args.clip_coef_high or args.dual_clip):
-        raise ValueError("--clip-coef-high and --dual-clip do nothing with a lag")
-    if args.rollout_lag and args.ref_kl_target:
-        raise ValueError("--ref-kl-target needs a KL, which stale tokens do not measure: no lag")
-    if rule == "m2po" and has_stale_tokens and args.num_parts() > args.num_minibatches:
-        raise ValueError("--correction m2po needs a whole minibatch at once, in one process")
-    if (args.correction != "auto" or args.correction_limit) and not has_stale_tokens:
-        raise ValueError("--correction and --correction-limit need a lag or a replay buffer")
-    if args.correction_limit and rule not in LIMITS:
-        raise ValueError(f"--correction {rule} has no --correction-limit")
-
-    if args.replay_buffer_size < max(args.min_replay_size, args.replay_start_size or 0):
-        raise ValueError("--replay-buffer-size is below --min-replay-size or --replay-start-size")
-    max_fresh_rollouts = args.batch_size * args.staleness_threshold
-    if (
-        args.use_replay_buffer
-        and not args.replay_from
-        and args.min_replay_size > max_fresh_rollouts
-    ):
-        raise ValueError(
-            "--min-replay-size is never reached: the buffer holds --batch-size rollouts of each of "
-            "the last --staleness-threshold iterations"
-        )
-    if args.priority_beta > 1:
-        raise ValueError("--priority-beta must be from 0 to 1")
-    if args.new_samples_ratio and args.new_samples_ratio >= 1:
-        raise ValueError("--new-samples-ratio must be below 1")
-    if args.adaptive_reuse and args.update_epochs * args.num_minibatches == 1:
-        raise ValueError(
-            "--adaptive-reuse does nothing with one step per update: the KL is measured before it"
-        )
-    if args.use_replay_buffer and args.draws_per_update() < args.num_parts():
-        raise ValueError(
-            f"--replay-sample-size or --new-samples-ratio: {args.draws_per_update()} drawn rollouts "
-            f"are too few; {args.num_parts()} are needed, one for each micro-batch"
-        )
-    is_resumed = args.resume and Path(args.run_dir, "checkpoint.pt").exists()
-    if args.replay_from and not is_resumed:  # a resumed buffer holds the rollouts of the file
-        path = Path(args.replay_from)
-        if not path.is_file() or path.stat().st_size == 0:
-            raise ValueError(f"--replay-from: {path} does not exist, or is empty")
+    has_stale_tokens = args.use_replay_buffer or args.rollout_lag
+    is_split = args.num_parts() > args.num_minibatches
+    num_steps = args.update_epochs * args.num_minibatches
+    most_fresh = args.batch_size * args.staleness_threshold
+    num_drawn = args.draws_per_update()
+    problems = {
+        "--rollout-lag copies whole weights, which --fsdp does not have": (
+            args.rollout_lag and args.fsdp
+        ),
+        "--clip-coef-high and --dual-clip do nothing with a lag": (
+            args.rollout_lag and (args.clip_coef_high or args.dual_clip)
+        ),
+        "--ref-kl-target needs a KL, which stale tokens do not measure: no lag": (
+            args.rollout_lag and args.ref_kl_target
+        ),
+        "--correction m2po needs a whole minibatch at once, in one process": (
+            rule == "m2po" and has_stale_tokens and is_split
+        ),
+        "--correction and --correction-limit need a lag or a replay buffer": (
+            not has_stale_tokens and (args.correction != "auto" or args.correction_limit)
+        ),
+        f"--correction {rule} has no --correction-limit": (
+            args.correction_limit and rule not in LIMITS
+        ),
+        "--replay-buffer-size is below --min-replay-size": (
+            args.replay_buffer_size < args.min_replay_size
+        ),
+        "--min-replay-size is never reached: the buffer holds --batch-size rollouts of each of "
+        "the last --staleness-threshold iterations": (
+            args.use_replay_buffer and not args.replay_from and args.min_replay_size > most_fresh
+        ),
+        "--priority-beta must be from 0 to 1": args.priority_beta > 1,
+        "--adaptive-reuse does nothing with one step per update: the KL is measured before it": (
+            args.adaptive_reuse and num_steps == 1
+        ),
+        f"--replay-sample-size or --new-samples-ratio: {num_drawn} drawn rollouts are too few; "
+        f"{args.num_parts()} are needed, one for each micro-batch": (
+            args.use_replay_buffer and num_drawn < args.num_parts()
+        ),
+        f"--replay-from: {args.replay_from} is not a file": (
+            args.replay_from and not args.resume and not Path(args.replay_from).is_file()
+        ),
+    }
+    for message, has_problem in problems.items():
+        if has_problem:
+            raise ValueError(message)
 
 
 # --- task: prompts, answers, scores ---
@@ -1374,10 +1371,8 @@ def as_number(text: str) -> float | None:
     """Read a number, also 10,\\!000, \\$18, 50\\%, **72**, 72\\text{ cm} or x = 3; not 10^{3}."""
     text = re.sub(UNIT, " ", text).split("=")[-1]
     text = re.sub(r"\\!|[$%\\]", "", text).strip(" *()").rstrip(".,:;!?*)")
-    pattern = r"[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?"
-    if re.fullmatch(pattern, text) and re.search(r"\d", text):
-        return float(re.sub("[ ,]", "", text))
-    return None
+    is_number = re.fullmatch(r"(?=.*\d)[+-]? ?(\d+|\d{1,3}(,\d{3})+)?(\.\d+)?", text)
+    return float(re.sub("[ ,]", "", text)) if is_number else None
 
 
 def verify(response: str, answer: str) -> bool:
@@ -1445,20 +1440,16 @@ def make_task(args):
     if args.reward_fn:
         path, _, name = args.reward_fn.rpartition(":")
         sys.path.insert(0, str(Path(path).parent))  # it may import files of its folder
-        functions = runpy.run_path(path)
-        if name not in functions:
-            sys.exit(f"--reward-fn {args.reward_fn}: there is no function {name} in {path}")
-        scorer = functions[name]
+        scorer = runpy.run_path(path)[name]
 
     # The held-out prompts are the same for every seed. None of them is trained on.
     distinct_pairs = list(dict(pairs).items())  # a prompt may occur more than once
     eval_size = min(args.eval_size, math.ceil(len(distinct_pairs) / 10))
-    eval_pairs = random.Random(0).sample(distinct_pairs, eval_size)
-    eval_prompts = {prompt for prompt, _ in eval_pairs}
-    train_pairs = [pair for pair in pairs if pair[0] not in eval_prompts]
+    held_out = dict(random.Random(0).sample(distinct_pairs, eval_size))
+    train_pairs = [pair for pair in pairs if pair[0] not in held_out]
     if not train_pairs:
         sys.exit(f"--task {args.task}: at least two different prompts are needed")
-    return train_pairs, eval_pairs, scorer
+    return train_pairs, list(held_out.items()), scorer
 
 
 # v1: memory
@@ -1477,31 +1468,31 @@ def drop_long_prompts(pairs, tokenizer, args):
 # --- rollout files ---
 # v2: log
 def write_rollouts(path: Path, batch: dict, global_step: int, tokenizer):
-    """One line per response."""
-    if rank() > 0:
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        for i, is_token in enumerate(batch["response_mask"].bool()):
-            if not is_token.any():  # its score was NaN
-                continue
-            is_prompt = batch["prompt_mask"][i].bool()
-            response_ids = batch["response_ids"][i][is_token].tolist()
-            row = dict(
-                global_step=global_step,
-                prompt_ids=batch["prompt_ids"][i][is_prompt].tolist(),
-                response_ids=response_ids,
-                logprobs=batch["mu_logprobs"][i][is_token].tolist(),
-                score=batch["scores"][i].item(),
-                ended=batch["ended"][i].item(),
-                response=tokenizer.decode(response_ids),
-            )
-            file.write(json.dumps(row) + "\n")
+    """One line per response that has a score."""
+    rows = []
+    for i, is_token in enumerate(batch["response_mask"].bool()):
+        is_prompt = batch["prompt_mask"][i].bool()
+        response_ids = batch["response_ids"][i][is_token].tolist()
+        row = dict(
+            global_step=global_step,
+            prompt_ids=batch["prompt_ids"][i][is_prompt].tolist(),
+            response_ids=response_ids,
+            logprobs=batch["mu_logprobs"][i][is_token].tolist(),
+            score=batch["scores"][i].item(),
+            ended=batch["ended"][i].item(),
+            response=tokenizer.decode(response_ids),
+        )
+        if response_ids:
+            rows.append(row)
+    if rank() == 0:
+        append_lines(path, rows)
 
 
 def read_rollouts(path: str, policy, args) -> dict:
     """Read the last lines of a file of write_rollouts, as many as the buffer can hold.
 
-    The policy has not been trained yet, so its log-probs are those of the reference.
+    The policy has not been trained yet, so its log-probs are those of the reference. The file has no
+    values: those of this policy take their place.
     """
     # Many models have more embeddings than their tokenizer has tokens.
     vocabulary_size = policy.lm.get_input_embeddings().num_embeddings
@@ -1527,9 +1518,6 @@ def read_rollouts(path: str, policy, args) -> dict:
             )
         except (ValueError, KeyError, TypeError, RuntimeError):
             is_valid = False
-        if not is_valid and parts and not line.endswith("\n"):
-            print(f"{path}: left out the last line, which is incomplete")
-            break
         if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must have prompt_ids, response_ids, logprobs, score and "
@@ -1538,6 +1526,8 @@ def read_rollouts(path: str, policy, args) -> dict:
         part["prompt_mask"] = torch.ones_like(part["prompt_ids"])
         part["response_mask"] = torch.ones_like(part["response_ids"])
         parts.append(part)
+    if not parts:
+        sys.exit(f"--replay-from: {path} is empty")
     batch = {name: tensor.to(policy.eos_ids.device) for name, tensor in join(parts).items()}
     outputs = logprobs_and_values_in_parts(policy, batch, args)
     batch["ref_logprobs"], _, batch["mu_values"] = outputs
@@ -1548,7 +1538,7 @@ def read_rollouts(path: str, policy, args) -> dict:
 
 # --- model: load one, or make the tiny one ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1628,26 +1618,8 @@ def transformer_layers(model):
     return max(lists, key=lambda layers: sum(x.numel() for x in layers.parameters()))
 
 
-# v1: memory, distributed
-def save_memory(policy, reference, args):
-    """Recompute activations, use bfloat16, and shard, if the options say so.
-
-    All three replace methods of the modules. A reference that is copied later would call those of
-    the policy.
-    """
-    if args.gradient_checkpointing:
-        checkpoint_layers(policy)
-    if args.bf16:
-        use_bf16(policy)
-        if isinstance(reference, PolicyWithValue):  # with LoRA it is the policy itself
-            use_bf16(reference)
-    if args.fsdp:
-        shard(policy)
-
-
-# v1: memory
-def checkpoint_layers(policy):
-    """Recompute the activations of each layer in the backward pass.
+def recompute_activations(policy):
+    """Keep only the inputs of each layer, and recompute the rest in the backward pass.
 
     The gradient checkpointing of transformers needs train() mode, in which dropout is on.
     """
@@ -1657,7 +1629,6 @@ def checkpoint_layers(policy):
         )
 
 
-# v1: memory
 def use_bf16(policy):
     """Multiply matrices in bfloat16. The two heads stay in float32, because log-probs need it.
 
@@ -1690,36 +1661,34 @@ def add_adapters(policy, args):
     policy.eval()
 
 
-# v1: lora
 def without_adapters(policy, *inputs):
     """Call the frozen model, without its adapters: a reference that takes no memory."""
     with policy.lm.disable_adapter():
         return policy(*inputs)
 
 
-# v1: lora
 def trained_names(policy) -> list[str]:
     """Names of the weights that are trained. With LoRA, those of adapters and value head."""
-    state = policy.state_dict(keep_vars=True)
-    return [name for name, weight in state.items() if weight.requires_grad]
+    weights = policy.state_dict(keep_vars=True)
+    return [name for name, weight in weights.items() if weight.requires_grad]
 
 
-# v1: lora
 def merge_adapters(lm):
     """Returns an ordinary model without weights, and the weights: frozen ones plus adapters."""
     lm = lm.get_base_model()
-    state = {}
+    merged_weights = {}
     for name, weight in lm.state_dict().items():
+        if "lora_" in name:
+            continue
         weight = weight.cpu().float()
         if name.endswith(".base_layer.weight"):
             adapted_layer = lm.get_submodule(name.removesuffix(".base_layer.weight"))
             weight = weight + adapted_layer.get_delta_weight("default").cpu()
-        if "lora_" not in name:
-            state[name.replace(".base_layer", "")] = weight
+        merged_weights[name.replace(".base_layer", "")] = weight
     with torch.device("meta"):
-        merged = type(lm)(lm.config)
-    merged.generation_config = lm.generation_config
-    return merged, state
+        merged_lm = type(lm)(lm.config)
+    merged_lm.generation_config = lm.generation_config
+    return merged_lm, merged_weights
 
 
 # --- run folder ---
@@ -1760,10 +1729,11 @@ class Run:
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
-        self.rows = rows  # v1: checkpoint: those of the run that is resumed
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)  # v1: checkpoint
+        # v1: checkpoint
+        self.rows = rows  # those of the run that is resumed
+        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
         self.wandb = None
-        if rank() > 0:  # v1: distributed: one process writes
+        if rank() > 0:  # v1: distributed
             return
         self.dir.mkdir(parents=True, exist_ok=args.resume)
 
@@ -1790,27 +1760,21 @@ class Run:
             )
             self.wandb = wandb
 
-    def log(self, metrics: dict):
+    def log(self, metrics: dict, samples: list[dict] = ()):
         row = metrics | {"time": round(time.time() - self.start_time, 3)}
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}  # JSON has no NaN
         self.rows.append(row)
         if rank() > 0:  # v1: distributed
             return
-        with open(self.dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        step = row["global_step"]
+        append_lines(self.dir / "metrics.jsonl", [row])
+        samples = [{"global_step": step} | sample for sample in samples]
+        append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
-
-    def log_samples(self, global_step: int, samples: list[dict]):
-        if rank() > 0:  # v1: distributed
-            return
-        with open(self.dir / "samples.jsonl", "a", encoding="utf-8") as file:
-            for sample in samples:
-                row = {"global_step": global_step} | sample
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if self.wandb:
-            table = self.wandb.Table(list(samples[0]), [list(row.values()) for row in samples])
-            self.wandb.log({"samples": table}, step=global_step)
+            self.wandb.log(row, step=step)
+        if self.wandb and samples:
+            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
+            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""
@@ -1821,14 +1785,15 @@ class Run:
         os.environ.pop("MPLBACKEND", None)  # a notebook sets a backend that may not be installed
         from matplotlib.figure import Figure
 
-        # v2: lag, buffer: leave out panels and metrics that this run did not log
-        panels = {ylabel: x for ylabel, x in PANELS.items() if set(x) & self.rows[-1].keys()}
+        # v2: lag, buffer
+        logged = {name for row in self.rows for name in row}
+        panels = {ylabel: names for ylabel, names in PANELS.items() if logged & set(names)}
         figure = Figure(figsize=(4 * len(panels), 3.2), layout="constrained")
         axes = figure.subplots(1, len(panels))
         for axis, (ylabel, names) in zip(axes, panels.items(), strict=True):
             axis.set(xlabel="responses generated", ylabel=ylabel)
             for name in names:
-                if name in self.rows[-1]:
+                if name in logged:
                     plot_metric(axis, self.rows, name)
             axis.legend()
         figure.savefig(self.dir / "curves.png")
@@ -1842,6 +1807,12 @@ class Run:
         print(f"curves.png and samples.jsonl are in {self.dir}")
         print(f"load the model: AutoModelForCausalLM.from_pretrained('{self.dir}/final_model')")
         print(f"the model of the best evaluation is in {self.dir}/best")  # v1: best
+
+
+def append_lines(path: Path, rows: list[dict]):
+    with open(path, "a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def plot_metric(axis, rows: list[dict], name: str):
@@ -1863,7 +1834,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
@@ -1878,8 +1851,8 @@ class ResumeArgs:
     resume: bool = False
 
 
-# These options set the data, the rewards and the model. They are made again when a run resumes, not
-# loaded from the checkpoint, so --resume cannot change them.
+# --resume cannot change these options. What they set is made again when a run resumes, or a change
+# would not fit what the checkpoint holds.
 FIXED_OPTIONS = """seed batch_size task min_digits max_digits reward_fn eval_size model_name
     sft_steps chat_template max_prompt_length lora_rank weights_dtype kl_coef
     use_replay_buffer replay_from rollout_lag temperature""".split()  # v2: lag, buffer
@@ -1894,55 +1867,63 @@ def parse_args() -> Args:
     if not options:
         return tyro.cli(Args, description=__doc__)
     saved = object.__new__(Args)  # not checked yet: a typed option may correct a saved one
-    vars(saved).update(options)
+    vars(saved).update(options, resume=True)
     args = tyro.cli(Args, description=__doc__, default=saved)
     for name, value in asdict(args).items():
         old_value = getattr(saved, name)
-        if name == "resume" or value == old_value:
+        if value == old_value:
             continue
+        option = "--" + name.replace("_", "-")
         if name in FIXED_OPTIONS:
-            sys.exit(f"--resume cannot change --{name.replace('_', '-')} from {old_value}")
-        print(f"changed: --{name.replace('_', '-')} {old_value} -> {value}")
+            sys.exit(f"--resume cannot change {option} from {old_value}")
+        print(f"changed: {option} {old_value} -> {value}")
     return args
 
 
 # --- checkpoints ---
-# v1: checkpoint
-# A checkpoint holds whole tensors, whether the model is sharded or not.
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+# A checkpoint holds whole tensors, whether the model is sharded or not. It has no frozen weights:
+# with LoRA those of the loaded model stay.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save_checkpoint(run, policy, optimizer, state: dict):
     """Write a temporary file and rename it. If the run is killed, the old checkpoint is intact."""
-    policy_state, optimizer_state = dcp.get_state_dict(policy, optimizer, options=WHOLE)
+    policy_state, optimizer_state = get_state_dict(policy, optimizer, options=WHOLE)
     if rank() == 0:  # on the others both are empty
-        policy_state = {name: policy_state[name] for name in trained_names(policy)}  # v1: lora
-        saved = dict(policy=policy_state, optimizer=optimizer_state, rows=run.rows, state=state)
+        weights = {name: policy_state[name] for name in trained_names(policy)}
+        saved = dict(policy=weights, optimizer=optimizer_state, rows=run.rows, state=state)
         torch.save(saved, run.dir / "checkpoint.pt.tmp")
         os.replace(run.dir / "checkpoint.pt.tmp", run.dir / "checkpoint.pt")
 
 
-def load_checkpoint(policy, optimizer, args) -> dict:
-    """Restore weights and optimizer. Returns the checkpoint, with the logged rows and the state."""
-    path = Path(args.run_dir, "checkpoint.pt")
+def load_checkpoint(policy, optimizer, state: dict, args) -> list[dict]:
+    """Restore weights, optimizer and state. Returns the logged rows; [] if there is no checkpoint.
+
+    If only some ranks find the checkpoint, the others end with an error.
+    """
+    path = Path(args.run_dir or "", "checkpoint.pt")
+    if not any_rank(args.resume and path.exists(), policy.eos_ids.device):
+        return []
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # v1: lora: frozen weights are not in the checkpoint, and the policy keeps its own
-    dcp.set_state_dict(
+    set_state_dict(
         policy,
         optimizer,
         model_state_dict=saved["policy"],
         optim_state_dict=saved["optimizer"],
         options=WHOLE,
     )
-    print(f"resuming after iteration {saved['state']['iteration']}")
-    return saved
+    state.update(saved["state"])
+    print(f"resuming after iteration {state['iteration']}")
+    return saved["rows"]
 
 
 def is_resumable(args) -> bool:
     """With --resume, the folder may hold a run of this script, or nothing yet."""
     folder = Path(args.run_dir)
+    if not (args.resume and folder.is_dir()):
+        return False
     is_empty = {path.name for path in folder.iterdir()} <= {"args.json.tmp"}  # killed at its start
-    return args.resume and (is_empty or bool(options_of_run(folder)))
+    return is_empty or bool(options_of_run(folder))
 
 
 def options_of_run(folder: Path) -> dict:
@@ -1976,25 +1957,24 @@ def replace_text(path: Path, text: str):
 
 
 def save_model(policy, tokenizer, folder: Path):
-    """Save an ordinary Hugging Face folder. If the run is killed, no folder is incomplete."""
+    """Save an ordinary Hugging Face folder, first under a temporary name.
+
+    A run that is killed here saves the folder again when it is resumed.
+    """
     lm = policy.lm
-    if hasattr(lm, "peft_config"):  # v1: lora: a model of PEFT
-        lm, state = merge_adapters(lm)
+    if hasattr(lm, "peft_config"):  # a model with adapters
+        lm, weights = merge_adapters(lm)
     else:
-        state = dcp.get_model_state_dict(lm, options=WHOLE)
+        weights = get_model_state_dict(lm, options=WHOLE)
     if rank() > 0:
         return
     for name in lm.all_tied_weights_keys:  # their values are in the file under another name
-        state.pop(name, None)
+        weights.pop(name, None)
     new_folder = folder.with_name(folder.name + ".tmp")
-    old_folder = folder.with_name(folder.name + ".old")
-    lm.save_pretrained(new_folder, state_dict=state)
+    lm.save_pretrained(new_folder, state_dict=weights)
     tokenizer.save_pretrained(new_folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
-    if folder.exists():  # a folder that is not empty cannot be replaced
-        os.replace(folder, old_folder)
+    shutil.rmtree(folder, ignore_errors=True)
     os.replace(new_folder, folder)
-    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 class Signals:
@@ -2006,11 +1986,8 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True
@@ -2046,8 +2023,6 @@ def init_distributed(device):
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)  # an error if there are more processes than GPUs
-    else:
-        device = torch.device("cpu")  # the only other one that torch.distributed supports
     dist.init_process_group()  # gloo for CPU tensors, nccl for CUDA tensors
     if rank() > 0:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # one process prints

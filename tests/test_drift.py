@@ -42,7 +42,8 @@ OWN_TEXT = {
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},
     "compute_gradient": {"ppo": "no micro-batches, one process"},
     "update": {"ppo": "no micro-batches", "ppo_v2": "advantages are normalized before the mix"},
-    "minibatch_rows": {"ppo_v2": "fresh and drawn rollouts in every minibatch"},
+    "set_up_training": {"ppo": "no LoRA, no bfloat16, one process"},
+    "minibatch_indices": {"ppo_v2": "fresh and drawn rollouts in every minibatch"},
 }
 DIFFERS = ("Args", "main")  # the algorithm
 

@@ -228,9 +228,3 @@ def test_options_that_make_no_sense_are_refused(options, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=message):
         ppo_v1.Args(**options)
-
-
-def test_without_peft_a_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(ppo_v1.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--lora-rank needs peft: pip install peft"):
-        ppo_v1.Args(lora_rank=4)

@@ -97,7 +97,7 @@ def test_every_change_is_shown_under_its_marker(page, parent, child):
         marked = {
             i + 1
             for i, line in enumerate(b)
-            if i > end and re.search(rf"# (.*; )?{marker}\b", line)
+            if i > end and re.search(rf"# (.*; )?{marker}\b(?!`)", line)
         }
         assert marked and marked <= {
             int(n) for n in re.findall(r'class="line add"><s>(\d+)', part)

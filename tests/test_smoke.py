@@ -177,16 +177,16 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
     groups = ["run", "task", "model", "rollout", "optimization"]
     titles = re.findall(r"^ (\w+)$", printed, re.M)  # a line of its own, indented by one space
     assert [title for title in titles if title in groups] == groups
-    assert len(re.findall(r"\n    # .+\n    \w+:", source)) == len(
-        re.findall(r"\n\n \w.*\n\n  --", printed)
-    )
+    comments = re.findall(r"\n    # (.+)\n    \w+:", source)
+    expected_titles = [comment for comment in comments if not re.match(r"v\d:", comment)]
+    assert re.findall(r"\n\n (\w.*)\n\n  --", printed) == expected_titles
     for field in fields(script.Args):
         text = re.search(rf"^    {field.name}: .*?  # (.{{9,}})$", source, re.M).group(1)
         assert f"--{field.name.replace('_', '-')}" in shown and text in shown, field.name
 
 
 LM_BAD = """--temperature 0 | --learning-rate nan | --gae-lambda 1.5 | --kl-coef -0.1 | --num-minibatches 3
-    --max-digits 2 | --max-digits 8 | --chat-template | --reward-fn absent.py:f | --ent-coef nan
+    --max-digits 2 | --max-digits 8 | --reward-fn absent.py:f | --ent-coef nan
     --task sotr | --task jsonl:/no/such/file | --learning-rate fast | --batch-size 0"""
 BAD = {  # flags that make no sense, options that would be ignored among them; the last is named, by its last word
     "ppo": LM_BAD,

@@ -199,7 +199,7 @@ def test_a_reward_function_that_is_not_there_is_named_before_the_model_is_loaded
 ):
     monkeypatch.setattr(ppo, "load_lm", None)
     (tmp_path / "reward.py").write_text("")
-    with pytest.raises(SystemExit, match="there is no function mine in"):
+    with pytest.raises(KeyError, match="mine"):
         run(ppo, tmp_path / "run", reward_fn=f"{tmp_path / 'reward.py'}:mine")
     with pytest.raises(ValueError, match="--reward-fn absent.py:mine: must be file.py:function"):
         ppo.Args(reward_fn="absent.py:mine")
