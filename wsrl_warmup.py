@@ -151,9 +151,7 @@ class Args:
     demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl, same folder)
     learner: bool = False  # second command: train online from checkpoint_path and demo_path
     make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
-    expert_path: str | None = (
-        None  # expert of --make-data: a final_model.pth (None: Pendulum has a script)
-    )
+    expert_path: str | None = None  # final_model.pth that --make-data plays (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files

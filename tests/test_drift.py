@@ -38,6 +38,7 @@ OWN_TEXT = {
     "start_run": {"wsrl_warmup": "offline data, and the second of two commands"},
     "save_run": {"wsrl_warmup": "other buffers"},
     "load_run": {"wsrl_warmup": "other buffers"},
+    "State": {"wsrl_warmup": "other buffers"},
     "use_bf16": {"het_grpo": "no value head"},
     "ppo_loss": {"ppo": "no micro-batches", "ppo_v2": "corrections, weights of a draw"},
     "compute_gradient": {"ppo": "no micro-batches, one process"},
