@@ -203,10 +203,9 @@ class Args:
             if not isinstance(value, int | float):
                 continue
             if not 0 <= value < math.inf or (value == 0 and name in POSITIVE):
-                raise ValueError(f"{flag(name)} {value}: expected a positive number")
+                raise ValueError(f"{flag(name)} {value}: too low, or not finite")
             if value > 1 and name in AT_MOST_ONE:
-                raise ValueError(f"{flag(name)} {value}: expected at most 1")
-        data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
+                raise ValueError(f"{flag(name)} {value}: must be at most 1")
         refused = {
             "--min-offline-ratio must be at most --initial-offline-ratio": (
                 self.min_offline_ratio > self.initial_offline_ratio
@@ -225,6 +224,7 @@ class Args:
         }
         if not self.learner:
             has_warmup = self.warmup_steps > 0
+            data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
             refused |= {
                 "--early-stop-patience needs --warmup-steps": (
                     self.early_stop_patience and not has_warmup
@@ -888,7 +888,7 @@ def take_step(agent, env, obs, env_step):
     action = explore(agent, obs, env_step, rng)
     next_obs, reward, terminated, truncated, _ = env.step(action)
     if not np.isfinite([reward, *next_obs]).all():
-        raise ValueError(f"{agent.args.env_id} gave a number that is not finite")
+        raise ValueError("the environment gave a number that is not finite")
     columns = dict(
         obs=obs,
         next_obs=next_obs,
@@ -949,7 +949,7 @@ class Progress:
     is_online: bool = False  # the warm-up is over
     env_steps: int = 0  # of online training
     window: list[dict] = field(default_factory=list)  # statistics since the last logged line
-    data_returns: dict = field(default_factory=dict)  # mean return of each source
+    data_returns: dict = field(default_factory=dict)  # mean return of each data file
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     best_error: float = math.inf  # smallest error on these rows
     best_agent: dict | None = None  # checkpoint of the agent that had it
@@ -1106,7 +1106,7 @@ def end_warmup(state):
 
 
 def print_switch(progress, policy_return):
-    """Compare the returns of the policy and of the best source of data (arXiv:2510.01460)."""
+    """Compare the returns of the policy and of the best data file (arXiv:2510.01460)."""
     data_return = max(progress.data_returns.values())
     advice = "the policy is better"
     if policy_return < data_return:
@@ -1309,13 +1309,14 @@ def make_data(args) -> dict:
     if args.expert_path:
         expert = WarmupAgent.load(args.expert_path).act
     elif args.env_id != BUILT_IN:
-        sys.exit(f"--make-data needs --expert-path: there is no script for {args.env_id}")
+        sys.exit("--make-data needs --expert-path: only Pendulum has a script")
     folder = Path(args.make_data)
     folder.mkdir(parents=True)  # an error if it exists: nothing is overwritten
     for source in SOURCES:
         transitions = make_source(env, expert, source, args.seed)
-        (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
-        print(f"wrote {len(transitions)} transitions to {folder / source}.pkl")
+        path = folder / f"{source}.pkl"
+        path.write_bytes(pickle.dumps(transitions))
+        print(f"wrote {path}")
     env.close()
     return {}
 
@@ -1413,7 +1414,7 @@ def read_source(path, env) -> np.ndarray:
         transitions = read_transitions(path)
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-            raise ValueError(f"it would become {size} bytes in memory")
+            raise ValueError("it would take too much memory")
         return to_rows(transitions, env, path)
     except Exception as error:  # a damaged file can raise any type
         sys.exit(f"data file {path}: {type(error).__name__}: {error}")
@@ -1430,7 +1431,7 @@ def split_episodes(rows) -> list[np.ndarray]:
 
 
 def load_offline_data(args, env):
-    """Rated episodes of all sources.  -> rows, held-out rows, mean return of each source"""
+    """Rated episodes of all files.  -> rows, held-out rows, mean return of each file"""
     paths = {
         "demos": args.offline_data_path,
         "suboptimal": args.suboptimal_data_path,
@@ -1440,29 +1441,28 @@ def load_offline_data(args, env):
         paths = {}
         if args.initial_offline_ratio > 0:
             paths["demos"] = [str(args.kept_rows_path())]
-    sources = [(source, read_source(path, env)) for source in paths for path in paths[source]]
-    if not sources and args.needs_data():
+    files = [(source, path, read_source(path, env)) for source in paths for path in paths[source]]
+    if not files and args.needs_data():
         if args.env_id != BUILT_IN:
             sys.exit(
-                f"there are no offline data for {args.env_id}: give --offline-data-path, which "
-                "--make-data can write, or --preset scratch"
+                "there are no offline data: give --offline-data-path, which --make-data can write, "
+                "or --preset scratch"
             )
         for source in ("suboptimal", "random"):
             transitions = make_source(env, swing_up, source, args.seed)
-            sources.append((source, to_rows(transitions, env, source)))
-    episodes = [(source, episode) for source, rows in sources for episode in split_episodes(rows)]
+            files.append((source, source, to_rows(transitions, env, source)))
+
+    episodes = []  # pairs: source, rows
+    mean_returns = {}
+    for source, path, rows in files:
+        parts = split_episodes(rows)
+        episodes += [(source, part) for part in parts]
+        mean_returns[path] = float(np.mean([part["rewards"].sum() for part in parts]))
+        if not args.learner:  # the rows that a warm-up kept are not whole episodes
+            returns = f"mean return {mean_returns[path]:.1f}"
+            print(f"{path}: {len(parts)} episodes, {len(rows)} rows, {returns}")
     if episodes:
         rate_episodes(args, episodes)
-
-    mean_returns = {}
-    for source in dict(episodes):
-        parts = [rows for other, rows in episodes if other == source]
-        mean_returns[source] = float(np.mean([rows["rewards"].sum() for rows in parts]))
-        if not args.learner:  # the rows that a warm-up kept are not whole episodes
-            print(
-                f"{source}: {len(parts)} episodes, {sum(map(len, parts))} rows, "
-                f"mean return {mean_returns[source]:.1f}"
-            )
     training = [rows for _, rows in episodes]
     heldout = []
     if args.early_stop_patience and not args.learner:  # warm-up: overfitting
@@ -1474,9 +1474,9 @@ def load_offline_data(args, env):
 def hold_out(episodes, is_clone):  # warm-up: overfitting
     """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
     -> training episodes, held-out episodes"""
-    candidates = [
-        i for i, episode in enumerate(episodes) if not is_clone or episode["is_cloned"].any()
-    ]
+    candidates = range(len(episodes))
+    if is_clone:
+        candidates = [i for i in candidates if episodes[i]["is_cloned"].any()]
     heldout = candidates[9::10]
     if not heldout:
         sys.exit("--early-stop-patience needs ten episodes")
@@ -1666,14 +1666,12 @@ def parse_args() -> Args:
     --learner continues, else those of default_options."""
     first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     args_path = Path(first.run_dir or "", "args.json")
-    options = default_options(first.env_id, first.preset)
-    fixed = []
+    saved = {}
     if first.resume and first.run_dir and args_path.exists():
-        options = json.loads(args_path.read_text(encoding="utf-8"))
-        fixed = FIXED
+        saved = json.loads(args_path.read_text(encoding="utf-8"))
     elif first.learner and first.checkpoint_path:
-        options = read_checkpoint(first.checkpoint_path)["args"] | dict(run_dir=None, resume=False)
-        fixed = FIXED
+        saved = read_checkpoint(first.checkpoint_path)["args"] | dict(run_dir=None, resume=False)
+    options = saved or default_options(first.env_id, first.preset)
     # Without __init__ there are no checks: the command line may correct a saved option.
     defaults = object.__new__(Args)
     vars(defaults).update(asdict(Args()) | options)
@@ -1682,7 +1680,7 @@ def parse_args() -> Args:
         default = options.get(name, value)
         if value == default or name in FILES:
             continue
-        if name in fixed:
+        if saved and name in FIXED:
             sys.exit(f"a saved run cannot change {flag(name)} from {default}")
         print(f"changed: {flag(name)} {default} -> {value}")
     return args

@@ -62,11 +62,11 @@ def test_npz_reaches_the_buffer(tmp_path, capsys):
     rows, _, returns = load(path)
     # the environment's +-2 is the policy's +-1
     assert rows["actions"][:, 0] == pytest.approx(np.linspace(-1, 1, 6))
-    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {"demos": 1.0}
+    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {path: 1.0}
     assert rows["returns"] == pytest.approx(return_to_go(LAST, 0.99))
     # demos, quality (1 + 0.5 + 0.5) / 3, success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 2 / 3) * 1.5)
-    assert capsys.readouterr().out == "demos: 1 episodes, 6 rows, mean return 1.0\n"
+    assert capsys.readouterr().out == f"{path}: 1 episodes, 6 rows, mean return 1.0\n"
     rows, *_ = load(save(tmp_path / "b.npz", walk(dones=LAST)))
     assert (rows["masks"] == 1).all()  # cut off: it bootstraps, and is no success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
@@ -91,7 +91,7 @@ def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
     weights = np.array([2.0, 2.0, 1.0, 0.5]).repeat(6) * 5 / 6
     assert rows["weights"] == pytest.approx(weights)
-    assert list(returns) == ["demos", "suboptimal", "random"]
+    assert list(returns) == [a, b, c, d]
     args = Args(offline_data_path=[a], demo_weight=3.5)
     assert load_offline_data(args, ENV)[0]["weights"] == pytest.approx(3.5 * 5 / 6)
 
@@ -401,9 +401,9 @@ def test_the_number_of_episodes_shows_that_rows_are_shuffled(tmp_path, capsys):
     order = np.random.default_rng(0).permutation(30)
     columns = walk(30)
     load(save(tmp_path / "a.npz", columns))
-    assert "demos: 1 episodes, 30 rows" in capsys.readouterr().out
+    assert "a.npz: 1 episodes, 30 rows" in capsys.readouterr().out
     load(save(tmp_path / "b.npz", {name: column[order] for name, column in columns.items()}))
-    assert "demos: 30 episodes, 30 rows" in capsys.readouterr().out
+    assert "b.npz: 30 episodes, 30 rows" in capsys.readouterr().out
 
 
 def test_actions_out_of_bounds_are_clipped_and_their_share_is_printed(tmp_path, capsys):
@@ -479,7 +479,8 @@ def test_make_data_writes_each_source_once(tmp_path, monkeypatch):
     names["random_data_path"] = "random"
     paths = {option: [f"{tmp_path}/data/{name}.pkl"] for option, name in names.items()}
     rows, _, returns = load_offline_data(Args(**paths), ENV)
-    assert len(rows) == 600 and returns["demos"] > returns["suboptimal"] > returns["random"]
+    demos, suboptimal, random = returns.values()
+    assert len(rows) == 600 and demos > suboptimal > random
     with pytest.raises(FileExistsError):  # nothing is overwritten
         wsrl_warmup.main(args)
     with pytest.raises(SystemExit, match="--expert-path"):
