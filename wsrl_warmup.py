@@ -1222,12 +1222,11 @@ def make_gym_env(env_id):
     return env
 
 
-def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition, its action in [-1,1], and the columns of rate_episodes"""
-    obs = ("f4", env.observation_space.shape)
-    scalars = "rewards masks dones weights quality returns is_cloned".split()
-    columns = [("obs", *obs), ("next_obs", *obs), ("actions", "f4", env.action_space.shape)]
-    return np.dtype(columns + [(name, "f4") for name in scalars])
+def make_row_dtype(env):
+    """A row of a buffer: numbers, except for observations and actions"""
+    shapes = {"obs": env.observation_space.shape, "actions": env.action_space.shape}
+    shapes["next_obs"] = shapes["obs"]
+    return np.dtype([(column, "f4", shapes.get(column, ())) for column in COLUMNS.values()])
 
 
 def env_units(env, actions) -> np.ndarray:
