@@ -5,34 +5,34 @@
 # ///
 """SAC with a discrete gripper, demonstrations and human interventions: HIL-SERL (arXiv:2410.21845).
 
-    fill demo_rb with demonstrations                                          (train)
+    fill demo_rb with demonstrations                                          (start_run)
     actor thread, for each environment step:                                  (Robot.take_turn)
         sample the motion of the arm, take the best gripper command           (agent.act)
         step the environment; a human may replace the action                  (Robot.step)
     learner, for each transition that arrives:                                (train)
-        store it in online_rb; a transition by the human also in demo_rb      (store)
-        `utd` times: draw a batch; `demo_ratio` of its rows are from demo_rb  (sample_batch)
+        store it in online_rb, and in demo_rb, too, if a human acted          (store)
+        `utd` times: draw a batch from both buffers                           (sample_batch)
             1 critics                                                         (agent.update)
-            2 actor and temperature, in each `cta_ratio`-th update only
+            2 actor and temperature (every `cta_ratio`-th update)
             3 target networks
         copy the weights to the actor
 
-SAC moves the arm. A double DQN on the same encoder chooses the gripper command: close, stay or open.
-The Q function of the arm does not see this command: its values are averages over the commands in the
-data. The policy of the gripper has no noise, so it explores only in the first --random-steps.
+SAC moves the arm. A double DQN on the same encoder chooses the command of the gripper: close, stay
+or open. Q(s,a) of the arm does not see this command, so it is an average over the commands in the
+data. The gripper has no exploration noise: it explores in the first --random-steps only.
 
 In the built-in environment an arm lifts a bar whose position only the image shows. Its scripted
-human is slow and makes mistakes. Imitation of this human succeeds less often than the human.
-Reinforcement learning succeeds as often and needs half as many steps (docs/sac_hybrid.md).
+human is slow and makes mistakes. A policy that imitates this human succeeds less often than the
+human. Reinforcement learning succeeds as often, in half as many steps (docs/sac_hybrid.md).
 
-wsrl_warmup.py has the same SAC without these parts, whose code has comments with their names:
+wsrl_warmup.py has the same SAC without these parts. Comments mark their code:
     hybrid: images   - an encoder for cameras and vectors, random shifts of the images
     hybrid: grasp    - the critic of the gripper
     hybrid: cloning  - a behavior-cloning loss for the motion of the arm (--bc-weight)
 
-What differs from HIL-SERL: there is no reward classifier. The image encoder is small, not pretrained,
-and serves critics, gripper and actor. Actor and learner take turns, unless --utd is 0. A time limit
-bootstraps. final_model.pth is the policy with the best evaluation. The page lists the rest.
+What differs from HIL-SERL (the page has more): there is no reward classifier. The image encoder is
+small and not pretrained. Actor and learner take turns, unless --utd is 0. A time limit bootstraps.
+final_model.pth is the policy with the best evaluation.
 What differs from SAC (arXiv:1812.05905): the actor follows the mean of the critics instead of the
 minimum, the target of the critics has no entropy bonus, and the target entropy is -A/2.
 
@@ -118,8 +118,8 @@ GRASP_PENALTY = -0.02  # added to the reward of the gripper's critic when a grip
 # --- args ---
 @dataclass
 class Args:
-    # Which value of an option wins? 1 what you type, 2 with --resume what the run had, 3 BAR_WORLD,
-    # GYM_ID or OWN_CLASS, which --env-id selects, 4 the default here. --help shows the result.
+    # An option has the value that is typed, else with --resume the value in the saved run, else
+    # that in BAR_WORLD, GYM_ID or OWN_CLASS (--env-id selects one), else the default here.
     # run
     seed: int = 1  # seed of training; the evaluation is the same for every seed
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
@@ -128,9 +128,9 @@ class Args:
     save_dir: str | None = None  # folder of checkpoint_{step}.pth, final_model.pth (None: run_dir)
     resume: bool = False  # continue the run in run_dir with its options, or start it
     save_every: int = 10_000  # steps between checkpoints; records.bin grows with every step
-    eval_every: int = 5_000  # steps between evaluations; each one waits until an episode ends
+    eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
     eval_episodes: int = 10  # episodes per evaluation; the best policy is kept (0: the last)
-    report_episodes: int = 50  # other episodes, which test the final policy (0: none)
+    report_episodes: int = 50  # episodes of the final test, with other seeds (0: no test)
     capture_video: bool = True  # play three of the report episodes again, for policy.gif
     log_interval: int = 100  # steps between lines of metrics.jsonl
     track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
@@ -145,7 +145,7 @@ class Args:
     failure_paths: list[str] = field(default_factory=list)  # failed episodes: they go to online_rb
     human: Literal["clumsy", "expert"] = "clumsy"  # scripted human of the built-in environment
     num_demos: int = 0  # demonstrations by the scripted human, if there are no --demo-paths
-    intervention_steps: int = 0  # steps in which the share of episodes with a human falls to 0
+    intervention_steps: int = 0  # steps until the probability of an intervention is 0
     timeout_terminal: bool = False  # do not bootstrap after a time limit
     # model
     hidden_size: int = 256  # width of actor and critics
@@ -153,7 +153,7 @@ class Args:
     # rollout
     max_steps: int = 100_000  # environment steps
     training_starts: int = 1_000  # steps before the first update
-    random_steps: int = 1_000  # first steps, which have random actions
+    random_steps: int = 1_000  # first steps, with random actions
     utd: float = 1.0  # updates per environment step (0: neither actor nor learner waits)
     # optimization
     batch_size: int = 256  # rows per update
@@ -170,7 +170,7 @@ class Args:
     backup_entropy: bool = False  # add the entropy bonus to the critic's target
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
-    demo_ratio: float = 0.5  # share of demo_rb in a batch (0 while it is empty)
+    demo_ratio: float = 0.5  # share of demo_rb in a batch, if both buffers have data
     buffer_size: int = 200_000  # frames in a buffer; an episode of n steps has n + 1 frames
 
     def __post_init__(self):
@@ -193,8 +193,8 @@ class Args:
         has_human = self.num_demos or self.intervention_steps or self.human == "expert"
         if self.env_id != BUILT_IN and (has_human or self.create_data or self.test):
             raise ValueError(
-                f"--env-id {self.env_id}: --num-demos, --intervention-steps, --human expert,"
-                " --create-data and --test are for the built-in environment only"
+                "--num-demos, --intervention-steps, --human expert, --create-data and --test are"
+                " for the built-in environment only"
             )
         if self.algorithm == "bc" and not (self.num_demos or self.demo_paths):
             raise ValueError("--algorithm bc needs demonstrations: --demo-paths or --num-demos")
@@ -570,7 +570,7 @@ class SACHybridAgent(nn.Module):
         return copy.deepcopy(state)
 
     def restore(self, checkpoint):
-        """Take over weights, optimizers and counters. The options stay as they are."""
+        """Load weights, optimizers and counters. This agent keeps its options."""
         self.load_state_dict(checkpoint["model"])
         for name in ("critic_optimizer", "actor_optimizer"):
             optimizer = getattr(self, name)
@@ -590,7 +590,8 @@ class SACHybridAgent(nn.Module):
 
 # --- buffer ---
 # A transition is one numpy record. As bytes it is written to records.bin and sent to rank 0.
-RESULTS = ("success_rate", "episodic_return", "episodic_length")  # of the episode so far
+# of the episode so far, whose success rate is 0 or 1
+RESULTS = ("success_rate", "episodic_return", "episodic_length")
 SCALARS = (
     "rewards",
     "masks",  # 0 where the episode terminated
@@ -615,9 +616,9 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim):
 class FrameBuffer:
     """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
 
-    Frames are numbered in the order of writing. Frame number n is in slot n % capacity. The slot of
-    the last frame of a transition also has its action, reward and so on. `starts` has there the
-    number of the first frame of this transition, or -1 if no transition ends in this slot.
+    Frames are numbered in the order of writing, and frame n is in slot n % capacity. The slot of
+    the last frame of a transition also has its action, reward and so on, and `starts` has there the
+    number of its first frame. `starts` is -1 where no transition ends.
     With capacity 4, after the episodes a -> b -> c and d -> e:
 
         slot         0    1    2    3
@@ -658,14 +659,14 @@ class FrameBuffer:
         """Write the frames of a transition. If its first frame equals the last one of this actor,
         the episode continues and the first frame is not written again."""
         actor = int(record["ranks"])
-        start = self.newest_frame.get(actor, -1)
-        oldest_after_this = max(0, self.num_frames + 1 - len(self.slots))
-        is_in_ring = start >= oldest_after_this
-        if not is_in_ring or self.read_frames(start).tobytes() != record["obs"].tobytes():
+        capacity = len(self.slots)
+        start = self.newest_frame.get(actor, -capacity)
+        is_kept = start > self.num_frames - capacity  # it is not in the slot that next_obs takes
+        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
             start = self.write_frame(record["obs"], -1)
         end = self.write_frame(record["next_obs"], start)
         for name in ("actions", "rewards", "masks", "grasp_penalty"):
-            self.slots[name][end % len(self.slots)] = record[name]
+            self.slots[name][end % capacity] = record[name]
         self.newest_frame[actor] = end
 
     def read(self, ends):
@@ -854,7 +855,7 @@ class Robot:
     def step(self, action):
         """Make one step of the environment.  -> its record, which has the action of the human if a
         human acted"""
-        # 1 the policy sends its action; instead of "stay" the gripper gets its last command again
+        # 1 send the action of the policy; instead of "stay" a gripper gets its last command
         grippers = self.layout.gripper  # hybrid: grasp
         command = action.copy()
         command[grippers], _ = hold_grippers(action[grippers], self.last_commands)
@@ -897,7 +898,7 @@ class Robot:
         return record
 
     def take_turn(self, step, weights):
-        """Take the environment step with this number.  -> its record"""
+        """Make one step with these weights. Its number decides its noise.  -> its record"""
         nn.utils.vector_to_parameters(weights, self.acting_agent.acting_parameters())
         rng = random_numbers(self.args.seed, "step", step)
         if self.is_done:
@@ -968,27 +969,16 @@ class ActorThread(threading.Thread):
     def waits_after(self, record):
         return self.robot.args.utd > 0 or record["dones"] > 0
 
-    def stop(self):
-        """Wait until the thread has left the environment. There must be no steps left."""
-        self.may_continue.release()
-        self.join(timeout=3)
-        if self.is_alive():
-            print("waiting until the robot ends its step; Ctrl-C does not wait", flush=True)
-            self.join()
-
 
 # --- evaluate ---
-def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals):
+def evaluate_policy(agent, robot, group, first_seed, num_episodes):
     """Play the policy without noise. Every run has the same episodes if reset() takes a seed.
 
-    An episode in which a human acted is no success, and the other means leave it out. A signal ends
-    the evaluation without a result.
+    Episodes in which a human acted are failures, and the other means leave them out.
     """
     weights = agent.acting_weights()
     results = np.zeros(num_episodes, robot.record_dtype)
     for i in range(num_episodes):
-        if signals.received:
-            return {}
         results[i] = robot.play_policy(first_seed + i, weights)
     results = results[results["interventions"] == 0]
     num_helped = num_episodes - len(results)
@@ -1003,21 +993,15 @@ def evaluate_policy(agent, robot, group, first_seed, num_episodes, signals):
     return metrics
 
 
-def select_policy(state, robot, signals):
+def select_policy(state, robot):
     """Evaluate the policy, and keep it if no earlier one was better: by success, then by return,
     then by speed.  -> the metrics of the evaluation"""
     agent = state.agent
-    args = agent.args
     progress = state.progress
-    row = evaluate_policy(agent, robot, "eval", 10_000, args.eval_episodes, signals)
-    if row or not signals.received:  # --resume repeats an evaluation that a signal has cut off
-        progress.next_eval = (progress.global_step // args.eval_every + 1) * args.eval_every
+    row = evaluate_policy(agent, robot, "eval", 10_000, agent.args.eval_episodes)
     if row:
-        score = [
-            row["eval/success_rate"],
-            row["eval/episodic_return"],
-            -row["eval/episodic_length"],
-        ]
+        score = [row["eval/success_rate"], row["eval/episodic_return"]]
+        score.append(-row["eval/episodic_length"])
         # Python compares lists by the first entry that differs; an empty list is the smallest.
         if score >= progress.best_score:
             progress.best_score = score
@@ -1031,7 +1015,7 @@ class Progress:
     """The state of a run besides the agent and the buffers"""
 
     global_step: int = 0  # environment steps
-    next_eval: int = 1  # the next evaluation is where the episode of this step ends
+    is_eval_due: bool = True  # the first evaluation follows the first episode
     updates_due: float = 0.0
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
@@ -1067,7 +1051,7 @@ class State:
     save_dir: Path  # of checkpoint_{step}.pth and final_model.pth
 
 
-def train(args, device, robots, signals):
+def train(args, device, robots):
     """The learner: receive transitions, update, evaluate, log and save.  -> the last metrics"""
     state = start_run(args, device, robots[0])
     run = state.run
@@ -1077,25 +1061,17 @@ def train(args, device, robots, signals):
     newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
-    actors = []
     is_save_due = False
+    signals = Signals()
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
+    actors = [ActorThread(robot, steps, newest, arrivals) for robot in robots]
     try:
-        if progress.global_step >= progress.next_eval:  # before --resume a signal has cut it off
-            row = select_policy(state, robots[0], signals)
-            if row:
-                run.log({"global_step": progress.global_step} | row)
-        if not signals.received:
-            actors = [ActorThread(robot, steps, newest, arrivals) for robot in robots]
-        while actors and progress.global_step < args.max_steps:
+        while progress.global_step < args.max_steps:
             # 1 receive a transition; with --utd 0 update until one arrives
-            start_time = time.time()
             if args.utd == 0 and progress.global_step > args.training_starts:
                 while arrivals.empty():
                     learn(state)
-            waiting_since = time.time()
             actor, record = arrivals.get()
-            rollout_time = time.time() - waiting_since
             if isinstance(record, BaseException):  # the actor has failed
                 raise record
             progress.global_step += 1
@@ -1112,16 +1088,16 @@ def train(args, device, robots, signals):
                 progress.updates_due -= 1
                 learn(state)
             newest["weights"] = agent.acting_weights()
-            update_time = time.time() - start_time - rollout_time
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
-            if is_last or (episode_ended and progress.global_step >= progress.next_eval):
-                row = select_policy(state, actor.robot, signals)
+            progress.is_eval_due |= progress.global_step % args.eval_every == 0
+            if is_last or (episode_ended and progress.is_eval_due):
+                row = select_policy(state, actor.robot)
+                progress.is_eval_due = False
 
             # 4 log
             count_record(progress, record)
-            progress.add({"time/rollout": rollout_time, "time/update": update_time})
             if is_last or progress.global_step % args.log_interval == 0:
                 row |= take_metrics(state)
             if row:
@@ -1145,12 +1121,14 @@ def train(args, device, robots, signals):
         list(steps)  # takes the other steps away: each robot ends its step and begins no other one
         save_run(state, record_file)
         for actor in actors:
-            actor.stop()
+            actor.may_continue.release()
+            actor.join()  # the thread leaves the environment; another Ctrl-C does not wait for it
         record_file.close()
+        signals.release()
     bar.close()
     if progress.global_step >= args.max_steps:
-        finish_run(state, robots[0], signals)
-    if signals.received:
+        finish_run(state, robots[0])
+    else:
         print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
     return run.newest
 
@@ -1190,17 +1168,16 @@ def main(args: Args) -> dict[str, float]:
         )
     torch.set_num_threads(args.num_threads)
     device = pick_device(args.device, built_in=args.env_id == BUILT_IN)
-    signals = Signals()
     groups = join_ranks()
     if rank() > 0:
+        Signals()  # the learner decides when the run ends
         with closing(Robot(args)) as robot:
             serve(robot, groups[rank()])
         return {}
     robots = [RemoteRobot(args, peer, group) for peer, group in groups.items()] or [Robot(args)]
     try:
-        return train(args, device, robots, signals)
+        return train(args, device, robots)
     finally:
-        signals.release()
         for robot in robots:
             robot.close()
 
@@ -1210,9 +1187,9 @@ def make_env(args: Args):
     """The built-in environment, a class in file.py:Class, or a Gymnasium id.
 
     A class needs reset() and step(). Its constructor gets --image-keys (by default ["image"]) and
-    the number of action dims. action_space, render() and close() are optional. The
-    attribute `allow_intervention` is set from outside: if it is False, no human may act. After a
-    reset the grippers are open. The info of step() may have
+    the number of action dims. action_space, render() and close() are optional. The attribute
+    `allow_intervention` is set from outside: if it is False, no human may act. After a reset the
+    grippers are open. The info of step() may have
 
         intervene_action                 the action of a human, which replaced the given one
         grasp_penalty                    replaces the penalty of this script
@@ -1283,8 +1260,8 @@ def direction(yaw):
 
 
 class BarWorld(gym.Env):
-    """Each arm has a bar. With learned grippers, grip the bars and lift them above 0.5. With fixed
-    grippers, move each arm to the pose of its bar.
+    """Each arm has a bar. With learned grippers, grip the bars and raise the arms above 0.5. With
+    fixed grippers, move each arm to the pose of its bar.
 
     A pose is x, y, z, roll, pitch, yaw in [-1,1], with z in [0,1]. Only the image shows where the
     bar is. The reward is 1 on success, which ends the episode, and 0 before.
@@ -1345,7 +1322,7 @@ class BarWorld(gym.Env):
     def render(self):
         """Each arm from above and, in the lower half, from the side; tilt does not show.
         -> (640,320*arms,3) uint8"""
-        from PIL import Image, ImageDraw
+        from PIL import Image, ImageDraw  # matplotlib installs it
 
         image = Image.new("RGB", (320 * self.num_arms, 640), "white")
         canvas = ImageDraw.Draw(image)
@@ -1586,17 +1563,17 @@ def check_memory(num_bytes):
 # --- video ---
 def take_picture(robot, caption: str):
     """render() of the environment, or else the images that the policy sees, under a caption"""
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageOps  # matplotlib installs it
 
     render = getattr(robot.env, "render", lambda: None)
     picture = render()
     if picture is None:
         picture = np.concatenate([value for value in robot.obs.values() if value.ndim == 3], 1)
     zoom = math.ceil(320 / len(picture))
-    picture = picture.repeat(zoom, 0).repeat(zoom, 1)
-    image = Image.fromarray(np.pad(picture, ((30, 0), (0, 0), (0, 0)), constant_values=255))
+    image = ImageOps.scale(Image.fromarray(picture), zoom, Image.Resampling.NEAREST)
+    image = ImageOps.expand(image, (0, 30, 0, 0), "white")
     ImageDraw.Draw(image).text((14, 4), caption, "black", font_size=18)
-    return np.asarray(image)
+    return image
 
 
 def film(robot, player: str, act, seed):
@@ -1612,7 +1589,7 @@ def film(robot, player: str, act, seed):
 def write_video(path, robot, agent):
     """A GIF of the first three test episodes. In the built-in environment, the scripted human plays
     them beside the policy."""
-    from PIL import Image  # matplotlib installs it
+    from PIL import Image
 
     players = {"policy": agent.act}
     if robot.args.env_id == BUILT_IN:
@@ -1620,7 +1597,7 @@ def write_video(path, robot, agent):
     frames = []
     for seed in range(20_000, 20_000 + min(3, robot.args.report_episodes)):
         clips = [film(robot, player, act, seed) for player, act in players.items()]
-        num_pictures = max(len(clip) for clip in clips) + 3  # the last one stays for a moment
+        num_pictures = max(len(clip) for clip in clips) + 3  # the last picture stays for a moment
         for i in range(num_pictures):
             pictures = [clip[min(i, len(clip) - 1)] for clip in clips]
             frames.append(Image.fromarray(np.concatenate(pictures, 1)))
@@ -1629,7 +1606,7 @@ def write_video(path, robot, agent):
 
 # --- run folder ---
 def pick_device(name: str, built_in: bool) -> torch.device:
-    """auto: the CPU for the built-in model or environment, else an accelerator if there is one."""
+    """auto: the CPU if what the run uses is built in, else an accelerator if there is one."""
     if name != "auto":
         return torch.device(name)
     if built_in:
@@ -1737,7 +1714,7 @@ CURVES = {
 }
 
 
-def finish_run(state, robot, signals):
+def finish_run(state, robot):
     """Save the best policy, test it on new episodes, and draw the pictures."""
     run = state.run
     agent = state.agent
@@ -1746,7 +1723,7 @@ def finish_run(state, robot, signals):
     if state.progress.best_agent is not None:
         agent.restore(state.progress.best_agent)
     write_checkpoint(state.save_dir / "final_model.pth", agent.checkpoint())
-    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes, signals)
+    report = evaluate_policy(agent, robot, "report", 20_000, args.report_episodes)
     success = "not tested"
     if report:
         success = f"{report['report/success_rate']:.2f}"
@@ -1776,7 +1753,9 @@ def titled_help():
             yield
     finally:
         text = captured.getvalue()
-        for title, name in re.findall(r"\n    # (.+)\n    (\w+):", inspect.getsource(Args)):
+        # A comment such as `# v1: schedule` is no title: it marks an addition within a group.
+        titles = re.findall(r"\n    # (?!v\d:)(.+)\n    (\w+):", inspect.getsource(Args))
+        for title, name in titles:
             first_option = rf"\n  --{name.replace('_', '-')}[ ,]"
             text = re.sub(first_option, rf"\n\n {title}\n\g<0>", text, count=1)
         print(text, end="")
@@ -1824,7 +1803,7 @@ def parse_args() -> Args:
         saved = json.loads(path.read_text(encoding="utf-8"))
         defaults = {name: saved[name] for name in vars(Args()) if name in saved}
     args = tyro.cli(Args, description=__doc__, default=Args(**defaults))
-    print(f"defaults for {first.run_dir if is_resumed else first.env_id}: {defaults}")
+    print(f"defaults: {defaults}")
     for name, default in defaults.items():
         value = getattr(args, name)
         if value != default:
@@ -1853,7 +1832,7 @@ def start_run(args, device, robot) -> State:
     happened since."""
     agent = robot.make_agent(device)
     print(
-        f"the policy sees {robot.obs_shapes}; grippers are the action dims {robot.layout.gripper}"
+        f"the policy sees {robot.obs_shapes}; the action dims {robot.layout.gripper} are grippers"
     )
     check_memory(2 * args.buffer_size * robot.record_dtype["obs"].itemsize)
     if args.resume and Path(args.run_dir, "latest.pth").exists():
@@ -1873,6 +1852,9 @@ def start_run(args, device, robot) -> State:
     demo_rb = FrameBuffer(args.buffer_size, robot.record_dtype)
     for record in read_records(run.dir / "records.bin", robot.record_dtype):
         store(record, online_rb, demo_rb)
+    num_frames = max(online_rb.num_frames, demo_rb.num_frames)
+    if progress.global_step == 0 and num_frames > args.buffer_size:
+        sys.exit(f"--buffer-size {args.buffer_size}: the demonstrations have {num_frames} frames")
     save_dir = Path(args.save_dir or run.dir)
     save_dir.mkdir(parents=True, exist_ok=True)
     return State(run, agent, online_rb, demo_rb, progress, save_dir)
@@ -1952,16 +1934,6 @@ def join_ranks():
     return groups
 
 
-def send(data: bytes, peer, group):
-    dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), peer, group)
-
-
-def receive(num_bytes, peer, group):
-    message = torch.empty(num_bytes, dtype=torch.uint8)
-    dist.recv(message, peer, group)
-    return message.numpy().tobytes()
-
-
 class RemoteRobot(Robot):
     """A robot of another rank, to which rank 0 sends requests and from which it receives records.
 
@@ -1974,13 +1946,16 @@ class RemoteRobot(Robot):
     def __init__(self, args, peer, group):
         self.peer = peer
         self.group = group
-        self.set_spaces(args, json.loads(receive(self.SPACES_SIZE, peer, group)))
+        message = torch.empty(self.SPACES_SIZE, dtype=torch.uint8)
+        dist.recv(message, peer, group)
+        self.set_spaces(args, json.loads(message.numpy().tobytes()))
 
     def ask(self, number, is_episode, weights):
         dist.send(torch.tensor([number, is_episode]), self.peer, self.group)
         dist.send(weights, self.peer, self.group)
-        data = receive(self.record_dtype.itemsize, self.peer, self.group)
-        return np.frombuffer(data, self.record_dtype)[0]
+        record = np.zeros(1, self.record_dtype)
+        dist.recv(torch.from_numpy(record.view(np.uint8)), self.peer, self.group)
+        return record[0]
 
     def take_turn(self, step, weights):
         return self.ask(step, 0, weights)
@@ -1997,7 +1972,8 @@ class RemoteRobot(Robot):
 
 def serve(robot, group):
     """Send rank 0 the shapes and bounds of the robot, then answer its requests."""
-    send(json.dumps(robot.spaces).encode().ljust(RemoteRobot.SPACES_SIZE), 0, group)
+    message = json.dumps(robot.spaces).ljust(RemoteRobot.SPACES_SIZE).encode()
+    dist.send(torch.tensor(list(message), dtype=torch.uint8), 0, group)
     weights = robot.acting_agent.acting_weights()
     request = torch.tensor([0, 0])
     while True:
@@ -2007,7 +1983,8 @@ def serve(robot, group):
             return
         dist.recv(weights, 0, group)
         play = robot.play_policy if is_episode else robot.take_turn
-        send(play(number, weights).tobytes(), 0, group)
+        record = np.atleast_1d(play(number, weights))
+        dist.send(torch.from_numpy(record.view(np.uint8)), 0, group)
 
 
 if __name__ == "__main__":
