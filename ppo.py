@@ -637,9 +637,10 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             row = json.loads(line)
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
+            is_valid = isinstance(prompt, str) and isinstance(answer, str | int | float)
         except (ValueError, KeyError, AttributeError):
-            prompt = answer = None
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            is_valid = False
+        if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
                 "answer (solution)"
@@ -824,9 +825,6 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
-        if self.wandb and samples:
-            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
-            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""

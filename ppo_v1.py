@@ -14,7 +14,7 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss             # ppo_loss
 
-Comments such as `# v1: checkpoint` mark what was added to ppo.py.
+Comments such as `# v1: checkpoint` mark what was added to ppo.py (`all`: a part of each).
     v1: checkpoint   - save and resume (on a CPU with identical numbers); Ctrl-C or SIGTERM saves,
                        then ends the run
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
@@ -111,7 +111,8 @@ class Args:
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS; without EOS the built-in score is 0
-    max_prompt_length: int | None = None  # v1: memory: drop longer prompts (None: keep all)
+    # v1: memory
+    max_prompt_length: int | None = None  # drop longer prompts (None: keep all)
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
@@ -120,7 +121,7 @@ class Args:
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # v1: all
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # shape after the warm-up
     warmup_steps: int = 0  # number of first iterations in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # multiply matrices in bfloat16; with LoRA, add --weights-dtype bfloat16
@@ -138,7 +139,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL (nats per response)
+    ref_kl_target: float | None = None  # adapt kl_coef slowly to reach this KL (nats per response)
     target_kl: float | None = None  # stop an update if approx_kl > 1.5 times this (nats per token)
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # highest ratio for tokens with a negative advantage (None: off)
@@ -702,10 +703,11 @@ def main(args: Args) -> dict[str, float]:
         best_score=-math.inf,
         evals_without_improvement=0,
     )
-    rows = load_checkpoint(policy, optimizer, state, args)
-    run = Run(args, rows)
-    if rows:
-        metrics, samples = rows[-1], []
+    logged_rows = load_checkpoint(policy, optimizer, state, args)
+    run = Run(args, logged_rows)
+    if logged_rows:
+        metrics = logged_rows[-1]
+        samples = []
     else:
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics, samples)
@@ -901,9 +903,10 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             row = json.loads(line)
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
+            is_valid = isinstance(prompt, str) and isinstance(answer, str | int | float)
         except (ValueError, KeyError, AttributeError):
-            prompt = answer = None
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            is_valid = False
+        if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
                 "answer (solution)"
@@ -1152,13 +1155,17 @@ def print_samples(title: str, samples: list[dict]):
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args, rows: list[dict]):
+    def __init__(self, args, logged_rows: list[dict]):
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         # v1: checkpoint
-        self.rows = rows  # those of the run that is resumed
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
+        self.rows = logged_rows  # those of the run that is resumed
+        self.start_time = time.time()
+        last_step = -1
+        if logged_rows:
+            self.start_time -= logged_rows[-1]["time"]
+            last_step = logged_rows[-1]["global_step"]
         self.wandb = None
         if rank() > 0:  # v1: distributed
             return
@@ -1167,7 +1174,6 @@ class Run:
         config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         # v1: checkpoint
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        last_step = rows[-1]["global_step"] if rows else -1
         for name in ("metrics.jsonl", "samples.jsonl"):
             drop_lines_after(last_step, self.dir / name)
         if args.track:
@@ -1199,9 +1205,6 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
-        if self.wandb and samples:
-            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
-            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""

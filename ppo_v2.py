@@ -6,32 +6,21 @@
 r"""PPO for language models with experience replay (arXiv:1707.06347v2 and 1511.05952).
 
     for each iteration:
-        sample and score with the policy (with --rollout-lag K: the one K
-            iterations ago)                                                    # rollout_with_lag
-        draw past rollouts from the buffer, and compute their log-probs and
-            advantages again                                                   # draw_batch
-        update on fresh and drawn rollouts; correct the loss of tokens that
-            an older policy sampled                                            # stale_policy_loss
+        sample and score one response to each prompt; with --rollout-lag K the
+            policy of K iterations ago samples                                 # rollout_with_lag
+        advantages of these fresh rollouts                                     # add_advantages
+        draw past rollouts from the buffer, and compute their log-probs,
+            values and advantages again                                        # draw_batch
+        update on both; correct the loss of tokens that an older policy
+            sampled                                                            # stale_policy_loss
         put the fresh rollouts into the buffer                                 # ReplayBuffer.add
 
 The code uses three policies: mu sampled the token (mu_logprobs), prox is the policy before this
 update (logprobs), and pi is the policy that is being trained (new_logprobs). A token is stale if mu
 is older than prox. Drawn tokens are stale, and with a lag the fresh ones are stale, too.
 
-Comments such as `# v1: checkpoint` mark what was added to ppo.py.
-    v1: checkpoint   - save and resume (on a CPU with identical numbers); Ctrl-C or SIGTERM saves,
-                       then ends the run
-    v1: schedule     - linear, cosine or constant learning rate, with a warm-up
-    v1: accumulate   - micro-batches: the same gradient with less memory
-    v1: memory       - bfloat16, gradient checkpointing, a limit on the length of prompts
-    v1: lora         - train small adapters beside the frozen model, which is also the reference
-    v1: best         - keep the best model; stop when the evaluation score stops improving
-    v1: kl           - adapt the KL coefficient to a target; stop an update early when the policy
-                       has changed too much
-    v1: clip         - clip-higher (arXiv:2503.14476) and dual clip (arXiv:1912.09729)
-    v1: nan          - leave out responses whose score is NaN or infinite
-    v1: distributed  - several processes, replicated or sharded (FSDP2); they make the updates of
-                       one process, up to rounding
+Comments such as `# v2: buffer` mark what was added to ppo_v1.py (`all`: a part of each). Those with
+v1 mark what ppo_v1.py added to ppo.py, and its docstring lists them.
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer       - keep past rollouts, and draw some of them for each update
     v2: correction   - six rules for the policy loss of stale tokens
@@ -119,7 +108,8 @@ class Args:
     # rollout
     batch_size: int = 128  # responses per iteration
     max_response_length: int = 8  # tokens, including EOS; without EOS the built-in score is 0
-    max_prompt_length: int | None = None  # v1: memory: drop longer prompts (None: keep all)
+    # v1: memory
+    max_prompt_length: int | None = None  # drop longer prompts (None: keep all)
     temperature: float = 1.0  # temperature of sampling and of log-probs; evaluation is greedy
     # optimization
     num_iterations: int = 40  # rounds of sampling and updating
@@ -128,7 +118,7 @@ class Args:
     num_minibatches: int = 1  # optimizer steps per epoch
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     # v1: all
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # after the warm-up
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"  # shape after the warm-up
     warmup_steps: int = 0  # number of first iterations in which the learning rate rises
     gradient_accumulation_steps: int = 1  # micro-batches per minibatch
     bf16: bool = False  # multiply matrices in bfloat16; with LoRA, add --weights-dtype bfloat16
@@ -146,7 +136,7 @@ class Args:
     ent_coef: float = 0.0  # weight of the entropy bonus
     kl_coef: float = 0.01  # weight of the KL penalty per token (0: no reference model)
     # v1: kl, clip
-    ref_kl_target: float | None = None  # adapt kl_coef to reach this KL (nats per response)
+    ref_kl_target: float | None = None  # adapt kl_coef slowly to reach this KL (nats per response)
     target_kl: float | None = None  # stop an update if approx_kl > 1.5 times this (nats per token)
     clip_coef_high: float | None = None  # upper clip range (None: clip_coef)
     dual_clip: float | None = None  # highest ratio for tokens with a negative advantage (None: off)
@@ -526,8 +516,8 @@ def lr_factor(iteration, args) -> float:
 # --- corrections ---
 # v2: correction
 # A rule returns the weight of each token: its gradient is -advantage * weight * grad log pi.
-# new_logprobs, logprobs and mu_logprobs are those of pi, prox and mu (see the top of the file).
-# It corrects for the choice of this token only. The rest of the response is what mu sampled.
+# pi is the policy now, prox the one before this update, and mu the one that sampled the token.
+# A rule corrects for the choice of this token only. The rest of the response is what mu sampled.
 # All rules have the same parameters, so that one call fits all. Each uses some of them.
 def importance_ratio(logprobs, other_logprobs):
     return (logprobs - other_logprobs).clamp(-20, 20).exp()
@@ -540,47 +530,47 @@ def inside_clip(ratios, advantages, clip_coef):
     return ~(too_high | too_low)
 
 
-def uncorrected(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def uncorrected(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """No correction: PPO as if prox had sampled the token."""
-    ratios = importance_ratio(new_logprobs, logprobs)
+    ratios = importance_ratio(pi_logprobs, prox_logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def behaviour(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def behaviour(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """PPO as in the paper: the old policy is the one that sampled."""
-    ratios = importance_ratio(new_logprobs, mu_logprobs)
+    ratios = importance_ratio(pi_logprobs, mu_logprobs)
     return ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def decoupled(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def decoupled(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Clip the ratio pi/prox (arXiv:2110.00641). The other factor, prox/mu, is at most `limit`."""
-    ratios = importance_ratio(new_logprobs, logprobs)
-    correction = importance_ratio(logprobs, mu_logprobs).clamp(max=limit)
+    ratios = importance_ratio(pi_logprobs, prox_logprobs)
+    correction = importance_ratio(prox_logprobs, mu_logprobs).clamp(max=limit)
     return correction * ratios * inside_clip(ratios, advantages, clip_coef)
 
 
-def cispo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def cispo(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Keep every token, with a weight of at most 1 + limit (arXiv:2506.13585)."""
-    return importance_ratio(new_logprobs, mu_logprobs).clamp(max=1 + limit)
+    return importance_ratio(pi_logprobs, mu_logprobs).clamp(max=1 + limit)
 
 
-def dppo(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def dppo(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Drop a token if its probability has changed too much (arXiv:2602.04879).
 
     Too much is more than `limit` in the direction of the advantage. The ratio has no limit.
     """
-    change = new_logprobs.exp() - mu_logprobs.exp()
+    change = pi_logprobs.exp() - mu_logprobs.exp()
     is_kept = change * advantages.sign() <= limit
-    return importance_ratio(new_logprobs, mu_logprobs) * is_kept
+    return importance_ratio(pi_logprobs, mu_logprobs) * is_kept
 
 
-def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
+def m2po(pi_logprobs, prox_logprobs, mu_logprobs, advantages, mask, clip_coef, limit):
     """Drop tokens until the mean square log-ratio of the rest is at most `limit`.
 
     Only tokens that the gradient would move further from mu may be dropped, and those with the
     largest squares are dropped first (arXiv:2510.01161).
     """
-    logratio = (new_logprobs - mu_logprobs).clamp(-20, 20)
+    logratio = (pi_logprobs - mu_logprobs).clamp(-20, 20)
     squares = logratio**2 * mask
     may_drop = (logratio * advantages > 0) & (mask > 0)
     largest, order = (squares * may_drop).flatten().sort(descending=True)
@@ -593,7 +583,7 @@ def m2po(new_logprobs, logprobs, mu_logprobs, advantages, mask, clip_coef, limit
     num_dropped = torch.min(num_dropped, may_drop.sum())
     kept = torch.ones_like(mask)
     kept.view(-1)[order[:num_dropped]] = 0
-    return importance_ratio(new_logprobs, mu_logprobs) * kept
+    return importance_ratio(pi_logprobs, mu_logprobs) * kept
 
 
 CORRECTIONS = dict(
@@ -610,13 +600,13 @@ def stale_policy_loss(new_logprobs, minibatch: dict, is_stale, args):
     name = args.stale_correction()
     now = new_logprobs.detach()
     weights = CORRECTIONS[name](
-        now,
-        minibatch["logprobs"],
-        minibatch["mu_logprobs"],
-        minibatch["advantages"],
-        minibatch["response_mask"].float() * is_stale,
-        args.clip_coef,
-        args.correction_limit or LIMITS.get(name),
+        pi_logprobs=now,
+        prox_logprobs=minibatch["logprobs"],
+        mu_logprobs=minibatch["mu_logprobs"],
+        advantages=minibatch["advantages"],
+        mask=minibatch["response_mask"].float() * is_stale,
+        clip_coef=args.clip_coef,
+        limit=args.correction_limit or LIMITS.get(name),
     )
     # The last factor is 1, and its gradient is that of new_logprobs.
     loss = -minibatch["advantages"] * weights * (1 + new_logprobs - now)
@@ -695,8 +685,8 @@ class ReplayBuffer:
         if args.adaptive_reuse and last_kl >= 0.01:
             max_reuse = max(1, max_reuse // 3)  # the policy changes fast
         may_draw = self.rows["reuse"] < max_reuse
-        num_rows = int(may_draw.sum())
-        num_drawn = min(args.draws_per_update(), num_rows)
+        num_drawable = int(may_draw.sum())
+        num_drawn = min(args.draws_per_update(), num_drawable)
         num_drawn -= num_drawn % args.num_parts()  # all micro-batches have the same size
         if num_drawn == 0:
             return nothing
@@ -712,13 +702,13 @@ class ReplayBuffer:
         indices = probabilities.multinomial(num_drawn, replacement=True)
         beta = min(1.0, args.priority_beta + self.num_draws * args.priority_beta_increment)
         # section 3.4 of arXiv:1511.05952
-        sample_weights = (num_rows * probabilities[indices]) ** -beta
+        sample_weights = (num_drawable * probabilities[indices]) ** -beta
         sample_weights = (sample_weights / sample_weights.max()).float()
         copy_from_rank_0([indices, sample_weights])  # odds of ranks may differ by rounding
 
-        drawn_rows = indices.unique()
-        self.rows["reuse"][drawn_rows] += 1
-        self.num_reused += len(drawn_rows)
+        distinct_indices = indices.unique()
+        self.rows["reuse"][distinct_indices] += 1
+        self.num_reused += len(distinct_indices)
         self.num_draws += 1
         return indices, sample_weights
 
@@ -760,7 +750,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
         return {}
     device = policy.eos_ids.device
     drawn = {name: buffer.rows[name][indices].to(device) for name in STORED}
-    # Cut the padding that all drawn rows have.
+    # Cut the padding that all drawn rollouts have.
     prompt_width = drawn["prompt_mask"].sum(1).max()
     response_width = drawn["response_mask"].sum(1).max()
     for name, tensor in drawn.items():
@@ -770,7 +760,7 @@ def draw_batch(buffer, policy, state: dict, iteration: int, args) -> dict:
     drawn["logprobs"], _, drawn["values"] = logprobs_and_values_in_parts(policy, drawn, args)
     add_advantages(drawn, state["kl_coef"], args)
     buffer.rows["priority"][indices] = buffer.priorities(drawn)
-    drawn["buffer_rows"] = indices
+    drawn["buffer_indices"] = indices
     drawn["sample_weights"] = sample_weights[:, None].to(device)
     drawn["value_weights"] = drawn["sample_weights"]
     drawn["is_replayed"] = torch.ones_like(drawn["sample_weights"])
@@ -817,8 +807,8 @@ def stale_metrics(batch: dict, drawn: dict, buffer, iteration: int, args) -> dic
         metrics |= staleness(batch, 1.0, "lag")
     if drawn:
         metrics |= staleness(drawn, drawn["sample_weights"], "replay")
-        buffer_rows = drawn["buffer_rows"]  # with copies
-        metrics["replay/distinct_frac"] = len(buffer_rows.unique()) / len(buffer_rows)
+        indices = drawn["buffer_indices"]  # copies have the same index
+        metrics["replay/distinct_frac"] = len(indices.unique()) / len(indices)
     if args.use_replay_buffer:
         buffer_stats = buffer.buffer_stats(iteration)
         metrics |= {f"buffer_stats/{name}": value for name, value in buffer_stats.items()}
@@ -1103,13 +1093,14 @@ def main(args: Args) -> dict[str, float]:
         last_kl=0.0,
         buffer={},
     )
-    rows = load_checkpoint(policy, optimizer, state, args)
+    logged_rows = load_checkpoint(policy, optimizer, state, args)
     # v2: buffer
     buffer = ReplayBuffer(args)
     buffer.load_state_dict(state["buffer"])
-    run = Run(args, rows)
-    if rows:
-        metrics, samples = rows[-1], []
+    run = Run(args, logged_rows)
+    if logged_rows:
+        metrics = logged_rows[-1]
+        samples = []
     else:
         metrics, samples = evaluate(policy, eval_pairs, tokenizer, scorer, args)
         run.log({"global_step": 0} | metrics, samples)
@@ -1397,9 +1388,10 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
             row = json.loads(line)
             prompt = row.get("prompt") or row.get("question") or row["problem"]
             answer = row["answer"] if "answer" in row else row["solution"]
+            is_valid = isinstance(prompt, str) and isinstance(answer, str | int | float)
         except (ValueError, KeyError, AttributeError):
-            prompt = answer = None
-        if not isinstance(prompt, str) or not isinstance(answer, str | int | float):
+            is_valid = False
+        if not is_valid:
             sys.exit(
                 f"{path}, line {number}: must be a JSON object with prompt (question, problem) and "
                 "answer (solution)"
@@ -1725,13 +1717,17 @@ def print_samples(title: str, samples: list[dict]):
 class Run:
     """The folder of a run: options, metrics, samples, and at the end a summary and curves."""
 
-    def __init__(self, args, rows: list[dict]):
+    def __init__(self, args, logged_rows: list[dict]):
         script = Path(__file__).stem
         name = f"{script}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         # v1: checkpoint
-        self.rows = rows  # those of the run that is resumed
-        self.start_time = time.time() - (rows[-1]["time"] if rows else 0)
+        self.rows = logged_rows  # those of the run that is resumed
+        self.start_time = time.time()
+        last_step = -1
+        if logged_rows:
+            self.start_time -= logged_rows[-1]["time"]
+            last_step = logged_rows[-1]["global_step"]
         self.wandb = None
         if rank() > 0:  # v1: distributed
             return
@@ -1740,7 +1736,6 @@ class Run:
         config = asdict(args) | dict(script=script, argv=sys.argv, torch=torch.__version__)
         # v1: checkpoint
         replace_text(self.dir / "args.json", json.dumps(config, indent=2))
-        last_step = rows[-1]["global_step"] if rows else -1
         for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):  # v2: log
             drop_lines_after(last_step, self.dir / name)
         if args.track:
@@ -1772,9 +1767,6 @@ class Run:
         append_lines(self.dir / "samples.jsonl", samples)
         if self.wandb:
             self.wandb.log(row, step=step)
-        if self.wandb and samples:
-            table = self.wandb.Table(list(samples[0]), [list(x.values()) for x in samples])
-            self.wandb.log({"samples": table}, step=step)
 
     def finish(self):
         """Write summary.json and curves.png, and print the result."""

@@ -67,8 +67,8 @@ def ours(work, model, folder, turn):
     options |= dict(learning_rate=1e-6, model_name=model, reward_fn=f"{__file__}:digits")
     stamps, lengths, log = [], [], ppo.Run.log
 
-    def timed(self, metrics):
-        log(self, metrics)
+    def timed(self, metrics, samples):
+        log(self, metrics, samples)
         stamps.append(time.thread_time())
         turn()
         lengths.append(metrics.get("charts/response_length", tokens))

@@ -119,6 +119,7 @@ def test_an_early_stop_says_why_and_a_resumed_run_ends_there_too(tmp_path, capsy
     run(ppo_v1, tmp_path / "run", **PATIENT, resume=True)
     assert metrics_without_times(tmp_path / "run") == rows and len(rows) == 1 + 2
     assert (tmp_path / "run" / "summary.json").exists()
+    assert "after training" not in capsys.readouterr().out, "it had nothing left to do"
     assert same(weights(tmp_path / "run"), weights(tmp_path / "run", "best")), "nothing was better"
 
 
