@@ -364,7 +364,7 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
     return 0.4 + 0.6 * min(1.0, t)
 
 
-def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
+def return_to_go(rewards, gamma):  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
     The sum ends at a time limit, where the value of the next state is not 0. If all rewards are
@@ -407,7 +407,7 @@ def compute_data_quality(  # warm-up: weights
     return float((success + return_score + length_score) / 3)
 
 
-def rate_episodes(args, episodes: list[tuple]):
+def rate_episodes(args, episodes):
     """Fill the columns weights, quality, returns and is_cloned where a data file does not have them
     (NaN). `episodes` has pairs: source, rows of one episode.
 
@@ -638,7 +638,7 @@ class WarmupAgent(nn.Module):
         return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in errors}
 
     @torch.no_grad()
-    def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
+    def act(self, obs, noise=0.0):
         """The action tanh(mean + noise * std).  (D,) -> (C,) in [-1,1]"""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.raw_alpha.device)
         mean, std = self.policy(self.normalizer(obs[None]))
@@ -742,12 +742,12 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         self.max_priority = state["max_priority"]
 
 
-def make_buffer(args, capacity, env) -> PrioritizedReplayBuffer:
+def make_buffer(args, capacity, env):
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     return PrioritizedReplayBuffer(capacity, make_row_dtype(env), alpha)
 
 
-def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
+def compute_priorities(buffer, retention_by, agent):
     """Values by which filter_offline_data sorts the rows.  -> (N,)"""
     rows = buffer.rows[: len(buffer)]
     if retention_by == "td_error":
@@ -872,7 +872,7 @@ def play_episode(env, act, seed):
     return transitions, has_succeeded(rewards, terminated, info)
 
 
-def explore(agent, obs, env_step, rng) -> np.ndarray:
+def explore(agent, obs, env_step, rng):
     """A sample of the policy, or a random action in the first steps of an untrained agent"""
     if agent.updates == 0 and env_step <= agent.args.warmup_rollout_steps:
         return rng.uniform(-1, 1, agent.action_dim).astype(np.float32)
@@ -905,7 +905,7 @@ def take_step(agent, env, obs, env_step):
 
 
 # --- evaluate ---
-def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
+def evaluate_policy(agent, env, num_episodes):
     """Play the mean action in episodes with fixed seeds, which are the same in every run."""
     results = []
     for episode in range(num_episodes):
@@ -948,7 +948,7 @@ class Progress:
     warmup_updates: int = 0
     is_online: bool = False  # the warm-up is over
     env_steps: int = 0  # of online training
-    window: list[dict] = field(default_factory=list)  # statistics since the last logged line
+    window: list = field(default_factory=list)  # statistics since the last logged line
     data_returns: dict = field(default_factory=dict)  # mean return of each data file
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     best_error: float = math.inf  # smallest error on these rows
@@ -1117,7 +1117,7 @@ def print_switch(progress, policy_return):
     )
 
 
-def mean_of_each(rows: list[dict]) -> dict[str, float]:
+def mean_of_each(rows):
     """Mean of each statistic over the rows that have it. It is NaN if one of the numbers is."""
     columns = {}
     for row in rows:
@@ -1229,7 +1229,7 @@ def make_row_dtype(env):
     return np.dtype([(column, "f4", shapes.get(column, ())) for column in COLUMNS.values()])
 
 
-def env_units(env, actions) -> np.ndarray:
+def env_units(env, actions):
     """From [-1,1] to the units of the environment"""
     return (env.action_center + env.action_scale * actions).astype(np.float32)
 
@@ -1283,7 +1283,7 @@ def swing_up(obs):
     return np.array([np.clip(torque / 2, -1, 1)])
 
 
-def make_source(env, expert, source, seed, num_rows=4_000) -> list[dict]:
+def make_source(env, expert, source, seed, num_rows=4_000):
     """Whole episodes of an expert with noise and random actions, num_rows or a few more"""
     rng = random_numbers(seed, source, 0)
     noise, random_share = SOURCES[source]
@@ -1301,7 +1301,7 @@ def make_source(env, expert, source, seed, num_rows=4_000) -> list[dict]:
     return transitions
 
 
-def make_data(args) -> dict:
+def make_data(args):
     """--make-data: a file of each source in a new folder"""
     env = make_gym_env(args.env_id)
     expert = swing_up
@@ -1362,7 +1362,7 @@ def read_transitions(path) -> list[dict]:
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def to_column(values, obs_keys) -> np.ndarray:
+def to_column(values, obs_keys):
     """Numbers, vectors or dicts of vectors as float32  -> (N,D)"""
     if isinstance(values[0], dict):
         parts = [to_column([value[key] for value in values], obs_keys) for key in obs_keys]
@@ -1370,7 +1370,7 @@ def to_column(values, obs_keys) -> np.ndarray:
     return np.array(values, np.float32).reshape(len(values), -1)
 
 
-def to_rows(transitions, env, path) -> np.ndarray:
+def to_rows(transitions, env, path):
     """Check transitions and convert them to rows of a buffer. `path` is for messages."""
     if not transitions:
         raise ValueError("there are no transitions")
@@ -1407,7 +1407,7 @@ def to_rows(transitions, env, path) -> np.ndarray:
     return rows
 
 
-def read_source(path, env) -> np.ndarray:
+def read_source(path, env):
     """Rows of a .pkl or .npz file. Its actions are in the units of the environment."""
     try:
         transitions = read_transitions(path)
@@ -1419,7 +1419,7 @@ def read_source(path, env) -> np.ndarray:
         sys.exit(f"data file {path}: {type(error).__name__}: {error}")
 
 
-def split_episodes(rows) -> list[np.ndarray]:
+def split_episodes(rows):
     """Split where an episode ended, and where a row does not continue the row before it: where obs
     differs from the last next_obs by more than a thousandth of the standard deviation."""
     ends = (rows["dones"] > 0) | (rows["masks"] == 0)
