@@ -24,8 +24,8 @@ The SAC core is that of sac_hybrid.py. Comments mark what is added:
 A preset is a method: it sets the defaults of other options.
     design   weighted SAC offline; online, at least half of each batch are offline rows
     wsrl     after the paper: Cal-QL offline, steps of the frozen policy, SAC without offline rows
-    rlpd     arXiv:2302.02948: no warm-up; half of each batch are offline rows
-    bc       arXiv:2603.27400: clones the demonstrations, then SAC like rlpd
+    rlpd     arXiv:2302.02948: no warm-up; half of each batch is offline
+    bc       arXiv:2603.27400: clones the demonstrations; online, half of each batch is offline
     scratch  SAC without offline data
 
 Here the warm-up is offline. The WSRL paper uses the word for the online steps of the frozen policy
@@ -180,7 +180,7 @@ class Args:
     num_critics: int = 2  # size of the ensemble
     init_alpha: float = 0.1  # temperature at the start
     offline_objective: Literal["sac", "cql", "calql", "bc"] = "sac"  # objective of the warm-up
-    cql_alpha: float = 1.0  # weight of the conservative term of cql and calql
+    cql_alpha: float = 1.0  # weight of cql and calql; 1 is an alpha of 0.5 in the CQL paper
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
