@@ -524,7 +524,7 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: over 90 % of responses are cut off; raise --max-response-length")
+            tqdm.write("warning: over 90 % of responses are cut off; raise --max-response-length")
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
         else:

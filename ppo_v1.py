@@ -14,7 +14,7 @@ r"""PPO for language models with production features (arXiv:1707.06347v2).
         for each epoch, for each minibatch:
             one optimizer step on clipped policy loss + value loss             # ppo_loss
 
-Comments such as `# v1: checkpoint` mark what was added to ppo.py (`all`: a part of each).
+Comments such as `# v1: checkpoint` mark what was added to ppo.py (`all`: lines of all of them).
     v1: checkpoint   - save and resume (on a CPU with identical numbers); Ctrl-C or SIGTERM saves,
                        then ends the run
     v1: schedule     - linear, cosine or constant learning rate, with a warm-up
@@ -528,7 +528,8 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
     Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
-    The means include the step that --target-kl did not take.
+    With --bf16 it is a little more, because sampling and training round differently. The means
+    include the step that --target-kl did not take.
     """
     if args.norm_adv:
         batch["advantages"] = whiten(batch["advantages"], batch["response_mask"].float())
@@ -548,9 +549,9 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
             break
         optimizer.step()
     if not steps:
-        if batch["response_mask"].any():
+        if batch["response_mask"].any():  # v1: nan
             sys.exit("no step of this update had a finite loss and gradient")
-        print("warning: no response has a finite score, so nothing is trained")  # v1: nan
+        tqdm.write("warning: no response has a finite score, so nothing is trained")
         steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
@@ -732,7 +733,7 @@ def main(args: Args) -> dict[str, float]:
         uniforms = torch.rand(args.batch_size, args.max_response_length).to(device)
         batch = rollout(policy, pairs, tokenizer, scorer, args, uniforms)
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: over 90 % of responses are cut off; raise --max-response-length")
+            tqdm.write("warning: over 90 % of responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty

@@ -19,8 +19,8 @@ The code uses three policies: mu sampled the token (mu_logprobs), prox is the po
 update (logprobs), and pi is the policy that is being trained (new_logprobs). A token is stale if mu
 is older than prox. Drawn tokens are stale, and with a lag the fresh ones are stale, too.
 
-Comments such as `# v2: buffer` mark what was added to ppo_v1.py (`all`: a part of each). Those with
-v1 mark what ppo_v1.py added to ppo.py, and its docstring lists them.
+Comments such as `# v2: buffer` mark what was added to ppo_v1.py (`all`: lines of all of them). Those
+with v1 mark what ppo_v1.py added to ppo.py, and its docstring lists them.
     v2: lag          - sample with the policy of K iterations ago, as an asynchronous trainer does
     v2: buffer       - keep past rollouts, and draw some of them for each update
     v2: correction   - six rules for the policy loss of stale tokens
@@ -914,7 +914,8 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
     """Take an optimizer step on each minibatch. Returns metrics: means over the steps.
 
     Statistics are measured before each step. So approx_kl of the first step is 0, up to rounding.
-    The means include the step that --target-kl did not take.
+    With --bf16 it is a little more, because sampling and training round differently. The means
+    include the step that --target-kl did not take.
     """
     # v2: buffer
     # `mix` has normalized the advantages of fresh rollouts, and `draw_batch` those of drawn ones.
@@ -934,9 +935,9 @@ def update(policy, optimizer, batch: dict, args) -> dict[str, float]:
             break
         optimizer.step()
     if not steps:
-        if batch["response_mask"].any():
+        if batch["response_mask"].any():  # v1: nan
             sys.exit("no step of this update had a finite loss and gradient")
-        print("warning: no response has a finite score, so nothing is trained")  # v1: nan
+        tqdm.write("warning: no response has a finite score, so nothing is trained")
         steps.append(stats)  # they are NaN
 
     metrics = {"losses/skipped_steps": num_skipped}
@@ -1131,7 +1132,7 @@ def main(args: Args) -> dict[str, float]:
             policy, state["past_weights"], pairs, tokenizer, scorer, args, uniforms
         )
         if iteration == 1 and batch["ended"].mean() < 0.1:
-            print("warning: over 90 % of responses are cut off; raise --max-response-length")
+            tqdm.write("warning: over 90 % of responses are cut off; raise --max-response-length")
         mask_unscored(batch)  # v1: nan
         if reference is None:
             batch["ref_logprobs"] = batch["logprobs"]  # no penalty
