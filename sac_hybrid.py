@@ -600,7 +600,6 @@ SCALARS = (
     "interventions",  # 1 if a human replaced the action
     "takeovers",  # 1 on the first step of an intervention
     "demos",  # 1 in a demonstration
-    "ranks",  # rank of the process that acted
     *RESULTS,
 )
 
@@ -614,64 +613,49 @@ def make_record_dtype(obs_shapes: dict[str, tuple], action_dim):
 
 
 class FrameBuffer:
-    """A ring that stores each frame once. An episode of n transitions takes n + 1 frames.
+    """A ring of frames that stores each frame once. An episode of n transitions takes n + 1 slots
+    in a row.
 
-    Frames are numbered in the order of writing, and frame n is in slot n % capacity. The slot of
-    the last frame of a transition also has its action, reward and so on, and `starts` has there the
-    number of its first frame. `starts` is -1 where no transition ends.
-    With capacity 4, after the episodes a -> b -> c and d -> e:
-
-        slot         0    1    2    3
-        frame        e    b    c    d     e has overwritten a, which was number 0
-        number       4    1    2    3
-        starts       3    0    1   -1
-        transition d->e  a->b b->c  -
-        can be drawn yes  no   yes  -     a is gone
+    The slot of a frame also has the action, the reward and so on of the transition that ends with
+    this frame. The transition starts with the frame in the slot before.
     """
 
     def __init__(self, capacity, record_dtype):
         names = ("next_obs", "actions", "rewards", "masks", "grasp_penalty")
         slot_dtype = [(name, record_dtype[name]) for name in names]
         self.slots = np.zeros(capacity, slot_dtype)  # memory is taken when a slot is written
-        self.starts = np.full(capacity, -1)
+        self.is_end = np.zeros(capacity, bool)  # a transition ends in this slot
         self.num_frames = 0  # written so far
-        self.newest_frame = {}  # rank of an actor -> number of the last frame it wrote
-
-    def ends(self):
-        """The slots of the transitions that can be drawn: their first frame is still in the ring"""
-        oldest = max(0, self.num_frames - len(self.slots))
-        return np.flatnonzero(self.starts >= oldest)
 
     def __len__(self):
         return len(self.ends())
 
-    def read_frames(self, numbers):
-        return self.slots["next_obs"][numbers % len(self.slots)]
+    def ends(self):
+        """The slots in which a transition ends"""
+        return np.flatnonzero(self.is_end)
 
-    def write_frame(self, frame, start):
+    def write_frame(self, frame, is_end):
+        """Write the next slot.  -> its number"""
         slot = self.num_frames % len(self.slots)
         self.slots["next_obs"][slot] = frame
-        self.starts[slot] = start
+        self.is_end[slot] = is_end
+        self.is_end[(slot + 1) % len(self.slots)] = False  # the first frame of this one is gone
         self.num_frames += 1
-        return self.num_frames - 1
+        return slot
 
     def insert(self, record):
-        """Write the frames of a transition. If its first frame equals the last one of this actor,
-        the episode continues and the first frame is not written again."""
-        actor = int(record["ranks"])
-        capacity = len(self.slots)
-        start = self.newest_frame.get(actor, -capacity)
-        is_kept = start > self.num_frames - capacity  # it is not in the slot that next_obs takes
-        if not is_kept or self.read_frames(start).tobytes() != record["obs"].tobytes():
-            start = self.write_frame(record["obs"], -1)
-        end = self.write_frame(record["next_obs"], start)
+        """Write the frames of a transition. If its first frame equals the newest one, the episode
+        continues, and this frame is not written again."""
+        newest = self.slots["next_obs"][(self.num_frames - 1) % len(self.slots)]
+        if self.num_frames == 0 or newest.tobytes() != record["obs"].tobytes():
+            self.write_frame(record["obs"], False)
+        end = self.write_frame(record["next_obs"], True)
         for name in ("actions", "rewards", "masks", "grasp_penalty"):
-            self.slots[name][end % capacity] = record[name]
-        self.newest_frame[actor] = end
+            self.slots[name][end] = record[name]
 
     def read(self, ends):
-        """The transitions in these slots.  -> contents of the slots (N,), first frames (N,)"""
-        return self.slots[ends], self.read_frames(self.starts[ends])
+        """The transitions that end in these slots.  -> the slots (N,), their first frames (N,)"""
+        return self.slots[ends], self.slots["next_obs"][ends - 1]
 
 
 def store(record, online_rb, demo_rb):
@@ -884,7 +868,6 @@ class Robot:
             grasp_penalty=to_array("grasp_penalty", penalty, (1,)).item(),
             interventions=is_human,
             takeovers=is_human and not self.was_human,
-            ranks=rank(),
             success_rate=has_succeeded(self.rewards, terminated, info),
             episodic_return=sum(self.rewards),
             episodic_length=len(self.rewards),
@@ -1015,7 +998,6 @@ class Progress:
     """The state of a run besides the agent and the buffers"""
 
     global_step: int = 0  # environment steps
-    is_eval_due: bool = True  # the first evaluation follows the first episode
     updates_due: float = 0.0
     num_bytes: int = 0  # of records.bin
     human_steps: int = 0
@@ -1061,6 +1043,7 @@ def train(args, device, robots):
     newest = {"weights": agent.acting_weights()}  # the actors read this entry before each step
     arrivals = queue.Queue()  # pairs (actor, record)
     steps = iter(range(progress.global_step, args.max_steps))
+    is_eval_due = progress.global_step == 0  # the first evaluation follows the first episode
     is_save_due = False
     signals = Signals()
     bar = tqdm(total=args.max_steps, initial=progress.global_step, disable=None, file=sys.stdout)
@@ -1091,10 +1074,10 @@ def train(args, device, robots):
 
             # 3 evaluate between two episodes; these episodes select the best policy
             row = {}
-            progress.is_eval_due |= progress.global_step % args.eval_every == 0
-            if is_last or (episode_ended and progress.is_eval_due):
+            is_eval_due = is_eval_due or progress.global_step % args.eval_every == 0
+            if is_last or (episode_ended and is_eval_due):
                 row = select_policy(state, actor.robot)
-                progress.is_eval_due = False
+                is_eval_due = False
 
             # 4 log
             count_record(progress, record)
@@ -1224,9 +1207,10 @@ def to_array(name, value, shape: tuple | None = None):
         value = value[0]
     is_image = value.dtype == np.uint8 and value.ndim == 3 and value.shape[-1] <= min(value.shape)
     if not (is_image or value.ndim == 1) or shape not in (None, value.shape):
-        expected = shape or "a vector or (H,W,channels)"
-        found = f"{value.dtype} {value.shape}"
-        raise ValueError(f"{name} is {found}: expected {expected}; images are uint8")
+        raise ValueError(
+            f"{name} is {value.dtype} {value.shape}: expected {shape or 'a vector or (H,W,channels)'}"
+            "; images are uint8"
+        )
     value = value.astype(np.uint8 if is_image else np.float32)
     if not np.isfinite(value).all():
         raise ValueError(f"{name} is not finite in float32")

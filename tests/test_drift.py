@@ -29,7 +29,6 @@ OWN_TEXT = {
     "Signals": {"sac_hybrid": "a robot finishes its episode"},
     "FirstOptions": {"wsrl_warmup": "a preset"},
     "Progress": {"wsrl_warmup": "two phases, no interventions"},
-    "State": {"wsrl_warmup": "other buffers"},
     "explore": {"wsrl_warmup": "no gripper"},
     "learn": {"wsrl_warmup": "two buffers, priorities"},
     "evaluate_policy": {"wsrl_warmup": "no human, no other ranks"},
