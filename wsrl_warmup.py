@@ -1204,14 +1204,14 @@ def make_gym_env(env_id):
         env = gym.make(env_id, render_mode="rgb_array")
     actions = env.action_space
     is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
-    if not is_bounded or len(actions.shape) != 1:
+    if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
     spaces = {"state": env.observation_space}
     if isinstance(env.observation_space, gym.spaces.Dict):
         spaces = env.observation_space.spaces
     for key, space in spaces.items():
         is_box = isinstance(space, gym.spaces.Box)
-        if not is_box or math.prod(space.shape) > space.shape[-1]:  # (D,) or (1,D) fit
+        if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # (D,) or (1,D) fit
             sys.exit(f"{env_id} observes {key} as {space}: expected a Box with one axis")
     env = gym.wrappers.RescaleAction(env, np.float32(-1), np.float32(1))
     env = gym.wrappers.DtypeObservation(gym.wrappers.FlattenObservation(env), np.float32)
@@ -1379,15 +1379,16 @@ def to_rows(transitions, env, path):
     for name, column in COLUMNS.items():
         if name in OPTIONAL and name not in given:
             continue
-        size = rows[column][0].size
         try:
             values = to_column([transition[name] for transition in transitions], env.obs_keys)
-            rows[column] = values.reshape(rows[column].shape)
-        except Exception as error:  # a key that is missing, text, another shape
-            raise ValueError(f"{name}: expected {size} numbers in each row: {error!r}") from error
-        is_finite = np.isfinite(values).all(1)
-        if not is_finite.all():
-            raise ValueError(f"{name} of row {is_finite.argmin()}: expected finite numbers")
+        except Exception as error:  # a key that is missing, text, rows of different lengths
+            raise ValueError(f"{name}: expected numbers in each row: {error!r}") from error
+        size = rows[column][0].size
+        is_bad = ~np.isfinite(values).all(1) | (values.shape[1] != size)
+        if is_bad.any():
+            i = is_bad.argmax()  # the first one
+            raise ValueError(f"{name} of row {i} is {values[i]}: expected {size} finite numbers")
+        rows[column] = values.reshape(rows[column].shape)
     # Without masks each end of an episode is a termination. Without dones split_episodes finds the
     # ends at a time limit: there the next row does not continue the episode.
     if "masks" not in given:
@@ -1413,7 +1414,7 @@ def read_source(path, env):
         transitions = read_transitions(path)
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
-            raise ValueError("it would take too much memory")
+            raise ValueError(f"it would become {size} bytes in memory")
         return to_rows(transitions, env, path)
     except Exception as error:  # a damaged file can raise any type
         sys.exit(f"data file {path}: {type(error).__name__}: {error}")
@@ -1444,8 +1445,8 @@ def load_offline_data(args, env):
     if not files and args.needs_data():
         if args.env_id != BUILT_IN:
             sys.exit(
-                "there are no offline data: give --offline-data-path, which --make-data can write, "
-                "or --preset scratch"
+                f"there are no offline data for {args.env_id}: give --offline-data-path, which "
+                "--make-data can write, or --preset scratch"
             )
         for source in ("suboptimal", "random"):
             transitions = make_source(env, swing_up, source, args.seed)
@@ -1478,7 +1479,7 @@ def hold_out(episodes, is_clone):  # warm-up: overfitting
         candidates = [i for i in candidates if episodes[i]["is_cloned"].any()]
     heldout = candidates[9::10]
     if not heldout:
-        sys.exit("--early-stop-patience needs ten episodes")
+        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
     training = [episode for i, episode in enumerate(episodes) if i not in heldout]
     return training, [episodes[i] for i in heldout]
 

@@ -218,6 +218,17 @@ def test_observations_that_are_no_vectors_are_refused_by_name(name):
         make_gym_env(f"{name}-v0")
 
 
+def test_an_observation_that_is_one_number_or_one_column_fits():
+    class Scalar(gym.Env):
+        observation_space = gym.spaces.Dict(
+            number=gym.spaces.Box(-1, 1, ()), column=gym.spaces.Box(-1, 1, (3, 1))
+        )
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+    gym.register("Scalar-v0", Scalar)
+    assert make_gym_env("Scalar-v0").observation_space.shape == (4,)
+
+
 def test_a_constant_observation_has_a_spread_of_one():
     """Without data the bounds of the space are the statistics. Here low is high in one of them."""
     space = gym.spaces.Box(np.float32([-2, 1]), np.float32([2, 1]))
@@ -237,6 +248,7 @@ def test_statistics_of_many_rows_are_summed_in_float64():
     [
         gym.spaces.Discrete(3),
         gym.spaces.Box(-np.inf, np.inf, (1,)),
+        gym.spaces.Box(np.float32([0, 1]), np.float32([1, 1])),
         gym.spaces.Box(-1, 1, (2, 2)),
     ],
 )
@@ -261,10 +273,10 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
     wrong = {
         "system": [Hostile()],
         "rewards of row 0": transitions(rewards=1e308),
-        "observations: expected 3 numbers in each row: KeyError('state')": transitions(
+        "observations: expected numbers in each row: KeyError('state')": transitions(
             observations=no_state
         ),
-        "actions: expected 1 numbers in each row: KeyError('actions')": [
+        "actions: expected numbers in each row: KeyError('actions')": [
             dict(observations=np.zeros(3), dones=True)
         ],
         "no transitions": [],
@@ -284,11 +296,11 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     "others, words",
     [
-        (dict(observations=np.zeros((6, 4))), ["observations: expected 3 numbers"]),
-        (dict(actions=np.zeros((6, 2))), ["actions: expected 1 numbers"]),
-        (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
+        (dict(observations=np.zeros((6, 4))), ["observations of row 0", "expected 3"]),
+        (dict(actions=np.zeros((6, 2))), ["actions of row 0", "expected 1"]),
+        (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2", "nan"]),
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
-        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions: expected 1 numbers in each row"]),
+        (dict(actions=np.array(["a"] * 6)[:, None]), ["actions: expected numbers in each row"]),
         (dict(rewards=np.zeros(5)), ["shorter"]),
         (dict(weights=np.array([1, 1, 0, 1, 1, 1])), ["weights must be above 0"]),
         ({name: column[:0] for name, column in walk().items()}, ["no transitions"]),
