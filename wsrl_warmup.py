@@ -54,6 +54,7 @@ import pickletools
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 from contextlib import contextmanager, redirect_stdout
@@ -202,8 +203,10 @@ class Args:
         for name, value in vars(self).items():
             if not isinstance(value, int | float):
                 continue
-            if not 0 <= value < math.inf or (value == 0 and name in POSITIVE):
-                raise ValueError(f"{flag(name)} {value}: too low, or not finite")
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{flag(name)} {value}: must be finite and not negative")
+            if value == 0 and name in POSITIVE:
+                raise ValueError(f"{flag(name)} {value}: must be positive")
             if value > 1 and name in AT_MOST_ONE:
                 raise ValueError(f"{flag(name)} {value}: must be at most 1")
         refused = {
@@ -214,8 +217,15 @@ class Args:
                 0 < self.online_steps <= self.warmup_rollout_steps
             ),
             "--resume needs --run-dir": self.resume and not self.run_dir,
+            "--expert-path needs --make-data": self.expert_path and not self.make_data,
             "--learner and --demo-path need --checkpoint-path": (
                 (self.learner or self.demo_path) and not self.checkpoint_path
+            ),
+            "--checkpoint-path and --demo-path must be two files": (
+                self.checkpoint_path and Path(self.checkpoint_path) == self.kept_rows_path()
+            ),
+            "--demo-path needs --initial-offline-ratio above 0": (
+                self.demo_path and not self.initial_offline_ratio
             ),
             "--learner needs --online-steps": self.learner and not self.online_steps,
             "--cql-alpha needs --offline-objective cql or calql": (
@@ -226,11 +236,14 @@ class Args:
             has_warmup = self.warmup_steps > 0
             data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
             refused |= {
+                "--checkpoint-path and --online-steps 0 need --warmup-steps": (
+                    not has_warmup and (self.checkpoint_path or not self.online_steps)
+                ),
                 "--early-stop-patience needs --warmup-steps": (
                     self.early_stop_patience and not has_warmup
                 ),
-                "data files need --warmup-steps or --retention-ratio above 0": (
-                    data_paths and not self.needs_data()
+                "data files and --bc-weight need --warmup-steps or --retention-ratio above 0": (
+                    (data_paths or self.bc_weight) and not self.needs_data()
                 ),
                 "--retention-ratio 0 needs --initial-offline-ratio 0": (
                     self.initial_offline_ratio and not self.retention_ratio
@@ -1073,9 +1086,13 @@ def main(args: Args) -> dict[str, float]:
         if is_stopped:
             break
 
+    is_finished = progress.is_online and progress.env_steps >= online_steps
+    if is_finished and "eval/episodic_return" not in state.run.rows[-1]:
+        # The run was stopped and is resumed with fewer --online-steps, so no step was left.
+        log_line(state, evaluate_policy(agent, env, args.eval_episodes), bar)
     bar.close()
     signals.release()
-    if progress.is_online and progress.env_steps >= online_steps:
+    if is_finished:
         finish_run(state, env)
     else:
         print(f"stopped and saved; continue with --resume --run-dir {state.run.dir}")
@@ -1118,19 +1135,25 @@ def print_switch(progress, policy_return):
 
 
 def mean_of_each(rows):
-    """Mean of each statistic over the rows that have it. It is NaN if one of the numbers is."""
+    """Mean of each statistic over the rows that have it, moved from the device once. It is NaN if
+    one of the numbers is."""
     columns = {}
     for row in rows:
         for name, value in row.items():
-            columns.setdefault(name, []).append(float(value))
-    return {name: torch.tensor(column).mean().item() for name, column in columns.items()}
+            columns.setdefault(name, []).append(torch.as_tensor(value))
+    means = {}
+    for name, column in columns.items():
+        # A resumed run has read its first values to the CPU.
+        column = [value.to(column[-1].device) for value in column]
+        means[name] = torch.stack(column).float().mean().item()
+    return means
 
 
 def log_line(state, row, bar):
     """Log `row` and the means since the last line. Without `row`, do so every 100 steps."""
     run = state.run
     progress = state.progress
-    bar.update()
+    bar.update(progress.global_step - bar.n)
     if not row and progress.global_step % state.agent.args.log_interval > 0:
         return
     # With --learner the first step is the last one of the warm-up.
@@ -1512,18 +1535,22 @@ def write_video(path, agent, env):
 
     pictures = []
 
-    def act_and_film(obs):
+    def draw(obs):
         if env.spec.id == BUILT_IN:
-            pictures.append(draw_pendulum(obs))
-        else:
-            pictures.append(Image.fromarray(env.render()))
+            return draw_pendulum(obs)
+        return Image.fromarray(env.render())
+
+    def act_and_film(obs):
+        pictures.append(draw(obs))
         return agent.act(obs)
 
+    obs, _ = env.reset(seed=VIDEO_SEED)
     try:
-        play_episode(env, act_and_film, VIDEO_SEED)
+        draw(obs)
     except Exception as error:  # a renderer can raise any type
-        print(f"there is no {path.name}: {error}")
+        print(f"no {path.name}: {env.spec.id} cannot draw itself: {error!r}")
         return
+    play_episode(env, act_and_film, VIDEO_SEED)
     frames = pictures[::4]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=80, loop=0)
 
@@ -1653,10 +1680,13 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
 
 # The agent and the rows of a saved run depend on these options: they cannot change later.
 FIXED = (
-    "preset env_id hidden_size layer_norm num_critics init_alpha gamma reward_scale "
+    "preset hidden_size layer_norm num_critics init_alpha gamma reward_scale "
     "offline_data_path suboptimal_data_path random_data_path demo_weight success_weight_bonus "
-    "buffer_size use_prioritized_replay priority_alpha warmup_steps early_stop_patience "
-    "offline_objective retention_ratio retention_by"
+    "warmup_steps early_stop_patience offline_objective retention_ratio retention_by"
+).split()
+# --resume cannot change these either. A second command may choose them again.
+FIXED_IN_A_RUN = (
+    "env_id buffer_size use_prioritized_replay priority_alpha learner checkpoint_path demo_path"
 ).split()
 FILES = "run_dir resume learner checkpoint_path demo_path".split()  # each command has its own
 
@@ -1667,7 +1697,9 @@ def parse_args() -> Args:
     first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
     args_path = Path(first.run_dir or "", "args.json")
     saved = {}
+    fixed = FIXED
     if first.resume and first.run_dir and args_path.exists():
+        fixed = FIXED + FIXED_IN_A_RUN
         saved = json.loads(args_path.read_text(encoding="utf-8"))
     elif first.learner and first.checkpoint_path:
         saved = read_checkpoint(first.checkpoint_path)["args"] | dict(run_dir=None, resume=False)
@@ -1677,12 +1709,13 @@ def parse_args() -> Args:
     vars(defaults).update(asdict(Args()) | options)
     args = tyro.cli(Args, description=__doc__, default=defaults)
     for name, value in asdict(args).items():
-        default = options.get(name, value)
-        if value == default or name in FILES:
+        before = saved.get(name, value)
+        if value == before:
             continue
-        if saved and name in FIXED:
-            sys.exit(f"a saved run cannot change {flag(name)} from {default}")
-        print(f"changed: {flag(name)} {default} -> {value}")
+        if name in fixed:
+            sys.exit(f"a saved run cannot change {flag(name)} from {before}")
+        if name not in FILES:
+            print(f"changed: {flag(name)} {before} -> {value}")
     return args
 
 
@@ -1714,6 +1747,10 @@ def start_run(args, env, device) -> State:
     for path in new_paths:
         if path.exists():
             sys.exit(f"{path} already exists; nothing is overwritten")
+    for name, value in PRESETS[args.preset].items():
+        own_value = getattr(args, name)
+        if own_value != value:
+            print(f"preset {args.preset} has {flag(name)} {value}: this run has {own_value}")
     rows, heldout_rows, data_returns = load_offline_data(args, env)
     offline_rb = make_buffer(args, len(rows), env)
     offline_rb.extend(rows)
@@ -1792,8 +1829,9 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous_handlers[number] = signal.signal(number, self.handle)
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.previous_handlers[number] = signal.signal(number, self.handle)
 
     def handle(self, number, frame):
         self.received = True

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -126,17 +127,20 @@ def test_presets_are_those_of_the_table_and_run(preset, tmp_path, data, capsys, 
         assert str(folder) in lines[1] and "final_model.pth" in lines[1]
 
 
+def test_a_run_names_what_differs_from_its_preset(tmp_path, data, capsys):
+    """In Python, Args(preset="bc") alone sets no other option."""
+    main(Args(**TINY | data, preset="bc", retention_ratio=1.0, run_dir=str(tmp_path / "python")))
+    out = capsys.readouterr().out
+    assert "preset bc has --offline-objective bc: this run has sac" in out
+    assert "--retention-ratio" not in out
+    run(tmp_path / "applied", data, preset="bc")
+    assert "preset bc has" not in capsys.readouterr().out
+
+
 def parse_args(words):
     """As the command line does"""
     with mock.patch.object(sys, "argv", ["wsrl_warmup.py", *words]):
         return wsrl_warmup.parse_args()
-
-
-def test_a_command_names_what_differs_from_its_preset(capsys):
-    parse_args(["--preset", "rlpd", "--utd-ratio", "4", "--env-id", "Reacher-v5"])
-    assert capsys.readouterr().out.splitlines() == ["changed: --utd-ratio 20 -> 4"]
-    parse_args(["--preset", "bc"])
-    assert capsys.readouterr().out == ""
 
 
 # --- two stages ---
@@ -313,14 +317,24 @@ def test_a_demo_pickle_serves_as_demo_path(tmp_path, data):
 
 @pytest.mark.parametrize(
     "changed",
-    ["--hidden-size 8", "--init-alpha 0.5", "--reward-scale 0.3", "--env-id Pendulum-v1"]
-    + ["--random-data-path other.npz"],
+    ["--hidden-size 8", "--init-alpha 0.5", "--reward-scale 0.3", "--random-data-path other.npz"],
 )
 def test_stage_two_keeps_what_stage_one_has_learned_with(changed, tmp_path, data):
     run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
     words = f"--learner --checkpoint-path {tmp_path}/warm {changed}"
     with pytest.raises(SystemExit, match=f"cannot change {changed.split()[0]} from "):
         parse_args(words.split())
+
+
+def test_stage_two_may_have_another_environment_and_another_buffer(tmp_path, data, capsys):
+    """Offline here, online on the robot"""
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    words = f"--learner --checkpoint-path {tmp_path}/warm --run-dir {tmp_path}/second"
+    own = "--env-id Pendulum-v1 --buffer-size 20 --no-use-prioritized-replay --priority-alpha 0.3"
+    metrics = main(parse_args([*words.split(), *own.split()]))
+    assert "changed: --env-id ShortPendulum-v1 -> Pendulum-v1" in capsys.readouterr().out
+    assert metrics["buffer/online_size"] == 20
+    assert metrics["eval/episodic_length"] == 200
 
 
 def test_stage_two_can_switch_dropout_off(tmp_path, data):
@@ -450,7 +464,8 @@ def test_sigkill_then_resume_without_typing_the_options_again(tmp_path):
     "changed",
     """--offline-data-path other.npz | --demo-weight 5 | --hidden-size 8 | --buffer-size 40
     --early-stop-patience 3 | --gamma 0.9 | --reward-scale 0.3 | --retention-ratio 0.9
-    --retention-by reward | --offline-objective cql | --preset bc""".replace("\n", "|").split("|"),
+    --retention-by reward | --offline-objective cql | --preset bc | --env-id Pendulum-v1
+    --checkpoint-path w | --priority-alpha 0.3""".replace("\n", "|").split("|"),
 )
 def test_what_is_in_the_checkpoint_cannot_change_and_a_refused_resume_does_no_harm(
     changed, tmp_path, data
@@ -464,6 +479,18 @@ def test_what_is_in_the_checkpoint_cannot_change_and_a_refused_resume_does_no_ha
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     main(parse_args([*resume, "--online-steps", "33"]))
     assert rows(tmp_path / "run")[-1]["charts/env_steps"] == 33
+
+
+@pytest.mark.parametrize("own", ["--demo-path x.pkl", "--checkpoint-path w", "--no-learner"])
+def test_a_resumed_run_keeps_its_part_of_the_two_commands(own, tmp_path, data):
+    run(tmp_path / "first", data, checkpoint_path=str(tmp_path / "warm"))
+    paths = dict(checkpoint_path=str(tmp_path / "warm"), learner=True)
+    run(tmp_path / "second", data, **paths, online_steps=22)
+    resume = ["--resume", "--run-dir", str(tmp_path / "second")]
+    with pytest.raises(SystemExit, match=f"cannot change {own.replace('no-', '').split()[0]} from"):
+        parse_args([*resume, *own.split()])
+    metrics = main(parse_args([*resume, "--online-steps", "33"]))
+    assert metrics["charts/env_steps"] == 33
 
 
 def test_options_that_an_older_run_did_not_have_are_the_defaults(tmp_path, data):
@@ -511,7 +538,7 @@ def test_a_signal_or_a_robot_that_fails_costs_nothing_learned(fault, tmp_path, d
         assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_resumed_run_that_has_no_step_left_ends(tmp_path, data, monkeypatch, capsys):
+def test_a_resumed_run_that_has_no_step_left_ends_with_an_evaluation(tmp_path, data, monkeypatch):
     """A signal stopped it after an episode, where no evaluation was due."""
     step = gym.wrappers.RecordEpisodeStatistics.step
 
@@ -531,9 +558,8 @@ def test_a_resumed_run_that_has_no_step_left_ends(tmp_path, data, monkeypatch, c
         patch.setattr(wsrl_warmup, "take_step", watch)
         run(tmp_path / "run", data)
     assert "eval/episodic_return" not in rows(tmp_path / "run")[-1]
-    capsys.readouterr()
-    run(tmp_path / "run", data, online_steps=11, resume=True)
-    assert "11 environment steps" in capsys.readouterr().out
+    metrics = run(tmp_path / "run", data, online_steps=11, resume=True)
+    assert metrics["charts/env_steps"] == 11 and "eval/episodic_return" in metrics
     assert (tmp_path / "run" / "final_model.pth").exists()
 
 
@@ -548,6 +574,23 @@ def test_a_second_ctrl_c_saves_nothing(tmp_path, data, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", data)
     assert len(saved) == 1  # at the end of the warm-up
+
+
+def test_a_run_outside_the_main_thread_gets_no_signals(tmp_path, data):
+    """As in a notebook or a tool that starts runs in threads"""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(run(tmp_path / "run", data)))
+    thread.start()
+    thread.join()
+    assert results[0]["charts/env_steps"] == 33
+
+
+def test_statistics_stay_on_the_device_until_a_line_is_logged(monkeypatch):
+    """`float` of each value would wait for the GPU in each update."""
+    monkeypatch.setattr(torch.Tensor, "__float__", None, raising=False)
+    window = [{"losses/q_values": torch.tensor(float(i)), "charts/length": i} for i in range(4)]
+    means = wsrl_warmup.mean_of_each([*window, {"eval/success_rate": True}])
+    assert means == {"losses/q_values": 1.5, "charts/length": 1.5, "eval/success_rate": 1.0}
 
 
 # --- what reaches an update ---
@@ -794,7 +837,7 @@ def test_names_of_the_design_document():
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(env_id="MountainCarContinuous-v0"), "--offline-data-path"),
+        (dict(env_id="MountainCarContinuous-v0"), "for MountainCar.* --offline-data-path"),
         (dict(offline_data_path=["absent.npz"]), "absent.npz"),
         (dict(checkpoint_path=__file__), "nothing is overwritten"),
         (dict(checkpoint_path="w", demo_path=__file__), "nothing is overwritten"),
@@ -823,6 +866,14 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
         dict(demo_path="x.pkl"),
         dict(PRESETS["scratch"], offline_data_path=["a.npz"]),
         dict(warmup_steps=0),  # an untrained critic would choose the rows
+        dict(PRESETS["wsrl"], learner=True, checkpoint_path="w", demo_path="x.pkl"),
+        dict(warmup_steps=0, checkpoint_path="w", retention_ratio=1.0),
+        dict(PRESETS["rlpd"], checkpoint_path="w"),
+        dict(PRESETS["scratch"], bc_weight=1.0),
+        dict(PRESETS["scratch"], warmup_rollout_steps=0, online_steps=0),
+        dict(checkpoint_path="w", demo_path="./w"),
+        dict(checkpoint_path="filtered_demos.pkl"),
+        dict(expert_path="final_model.pth"),
         dict(cql_alpha=0.5),  # of an objective that is not used
         dict(demo_weight=-1.0),
         dict(success_weight_bonus=0.0),
@@ -835,6 +886,19 @@ def test_paths_that_make_no_sense_end_in_one_line_and_write_nothing(options, wor
 )
 def test_values_that_make_no_sense(options):
     with pytest.raises(ValueError):
+        Args(**options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(lr=0.0), "--lr 0.0: must be positive"),
+        (dict(lr=-1.0), "--lr -1.0: must be finite and not negative"),
+        (dict(tau=2.0), "--tau 2.0: must be at most 1"),
+    ],
+)
+def test_a_refused_number_is_named_with_what_the_option_takes(options, words):
+    with pytest.raises(ValueError, match=words):
         Args(**options)
 
 
@@ -882,10 +946,25 @@ def test_an_environment_that_cannot_draw_itself_says_so_and_goes_on(tmp_path, ca
     run(
         tmp_path / "run", {}, preset="scratch", env_id="Ends-v0", online_steps=6, capture_video=True
     )
-    lines = [line for line in capsys.readouterr().out.splitlines() if "is no policy" in line]
-    assert [line.split(":")[0].split()[-1] for line in lines] == ["policy_before.gif", "policy.gif"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no policy")]
+    assert [line.split(":")[0] for line in lines] == ["no policy_before.gif", "no policy.gif"]
     assert (tmp_path / "run" / "final_model.pth").exists()
     assert not list((tmp_path / "run").glob("*.gif"))
+
+
+def test_an_error_in_the_filmed_episode_is_not_called_one_of_drawing(tmp_path, monkeypatch):
+    """The policy is saved before it is filmed."""
+
+    def broken(*_):
+        raise OSError("the arm is stuck")
+
+    options = dict(preset="scratch", env_id="Pendulum-v1", online_steps=6)
+    run(tmp_path / "run", {}, **options)
+    agent = wsrl_warmup.WarmupAgent.load(tmp_path / "run" / "final_model.pth")
+    env = wsrl_warmup.make_gym_env("Pendulum-v1")
+    monkeypatch.setattr(gym.envs.classic_control.PendulumEnv, "step", broken)
+    with pytest.raises(OSError, match="the arm is stuck"):
+        wsrl_warmup.write_video(tmp_path / "policy.gif", agent, env)
 
 
 def test_videos_change_no_number(tmp_path, data):
