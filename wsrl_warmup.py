@@ -14,9 +14,6 @@
         `utd_ratio` times:
             draw a batch of offline and online rows, update             (learn)
 
-`learn` draws with sample_mixed and trains critics, actor, temperature and target networks with
-agent.update. Online, actor and temperature are trained in the last update after each step only.
-
 The SAC core is that of sac_hybrid.py. Comments mark what is added:
     warm-up: weights       - weights of source, quality, success and importance in the losses
     warm-up: conservative  - CQL (arXiv:2006.04779) and Cal-QL (arXiv:2303.05479), offline only
@@ -24,43 +21,19 @@ The SAC core is that of sac_hybrid.py. Comments mark what is added:
     warm-up: replay        - prioritized draws (arXiv:1511.05952), retention, decaying offline share
     warm-up: overfitting   - early stopping, dropout and noise on observations
 
-"Warm-up" means the updates before the first online step. In the WSRL paper it means the first
-online steps, in which the policy is frozen: they are --warmup-rollout-steps here.
+A preset is a method: it sets the defaults of other options.
+    design   weighted SAC offline; online, at least half of each batch are offline rows
+    wsrl     after the paper: Cal-QL offline, steps of the frozen policy, SAC without offline rows
+    rlpd     arXiv:2302.02948: no warm-up; half of each batch is offline
+    bc       arXiv:2603.27400: clones the demonstrations; online, half of each batch is offline
+    scratch  SAC without offline data
 
-A run can be split into two commands. The first one (--checkpoint-path) does the warm-up, writes the
-agent and the kept rows, and ends. The second one (--learner) reads both and trains online.
+Here the warm-up is offline. The WSRL paper uses the word for the online steps of the frozen policy
+(--warmup-rollout-steps). docs/wsrl_warmup.md lists what differs from the code of WSRL.
 
-The method is a preset, which sets the defaults of other options (--preset):
-    design   plain SAC offline, weighted losses, prioritized draws; online, half or more of each
-             batch are offline rows that were kept
-    wsrl     after the paper: Cal-QL offline, then steps with the frozen policy, then SAC with ten
-             critics and four updates per step, without offline rows (docs/wsrl_warmup.md lists
-             what differs from the code of WSRL)
-    rlpd     arXiv:2302.02948: no warm-up, half of each batch is offline
-    bc       clones the demonstrations, then SAC; the first online actions have a random standard
-             deviation, because cloning does not train it
-    scratch  uses no offline data
-
-An option has the value of the command line, else that of the preset, else that of PENDULUM (only in
-the built-in task), else that of Args. In Python, Args(preset="wsrl") sets no other option: write
-Args(**default_options(env_id, "wsrl")). A run prints where it differs from its preset.
-
-Plain SAC can overestimate actions that are not in the data, above all if the data are poor. CQL,
-Cal-QL and cloning reduce this (--offline-objective). The TD loss here has no factor 1/2, which it
-has in the CQL paper: --cql-alpha 1 is an alpha of 0.5 there.
-
-Row weights change how much the offline rows contribute to a loss. A successful demonstration has a
-weight of up to 4.5, an online row of 1. If half of a batch are such demonstrations, about 80 % of
-the loss comes from them.
-
-What differs from SAC (arXiv:1812.05905) with every preset: the target of the critics has no entropy
-bonus, the actor follows the mean of the critics, and the target entropy is -C/2 instead of -C.
-Observations are normalized. Networks have LayerNorm. All critics share one scale and one bias in
-each LayerNorm.
-
-A data file is a pickled list of transitions, or an .npz with a column for each of their names:
-observations, actions (in units of the environment), rewards, next_observations, masks (0 where the
-episode terminated), dones (1 where it ended). COLUMNS has the names that a file may add.
+What differs from SAC (arXiv:1812.05905): the target of the critics has no entropy bonus, the actor
+follows the mean of the critics, the target entropy is -C/2 instead of -C. Observations are
+normalized. Networks have LayerNorm, and the critics share its scale and bias.
 
 Shapes: N rows, D observation dims, C action dims, E critics, T steps of an episode, M actions of
 the conservative term, K of them from each of three distributions.
@@ -81,10 +54,11 @@ import pickletools
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -98,7 +72,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 BUILT_IN = "Pendulum-v1"
-PENDULUM = dict(  # default options for the built-in task; they replace those in Args
+PENDULUM = dict(  # default options for the built-in task
     warmup_steps=1_500,
     online_steps=2_000,
     lr=1e-3,
@@ -110,7 +84,7 @@ PENDULUM = dict(  # default options for the built-in task; they replace those in
     eval_every=200,
 )
 UNWEIGHTED = dict(use_prioritized_replay=False, weighted_loss="none")
-PRESETS = {  # default options of each method; they replace those in Args and PENDULUM
+PRESETS = {  # default options of each method
     "design": {},
     "wsrl": dict(
         offline_objective="calql",
@@ -131,7 +105,7 @@ PRESETS = {  # default options of each method; they replace those in Args and PE
         utd_ratio=20,
         **UNWEIGHTED,
     ),
-    "bc": dict(  # clone, then SAC with half of each batch offline (arXiv:2603.27400)
+    "bc": dict(
         offline_objective="bc",
         retention_ratio=1.0,
         initial_offline_ratio=0.5,
@@ -165,10 +139,10 @@ class Args:
     device: str = "auto"  # cpu, cuda, mps, ... (auto: cpu for built-in tasks, else an accelerator)
     num_threads: int = 1  # CPU threads of torch; small networks are fastest with 1
     run_dir: str | None = None  # folder of this run (None: runs/{script}__{seed}__{time}_{pid})
-    exp_name: str | None = None  # name that replaces {script} in the default run_dir
+    exp_name: str = Path(__file__).stem  # first part of the default run_dir
     resume: bool = False  # continue the run in run_dir with its options, or start it
-    save_every: int = 10_000  # steps between checkpoints; online they wait for an episode's end
-    eval_every: int = 5_000  # steps between evaluations, which wait for the end of an episode
+    save_every: int = 10_000  # steps between checkpoints; online they are written between episodes
+    eval_every: int = 5_000  # steps between evaluations; online they take place between episodes
     eval_episodes: int = 10  # episodes of an evaluation
     capture_video: bool = True  # film the policy before and after the online steps, as GIFs
     track: bool = False  # also log to wandb (WANDB_MODE=offline needs no account)
@@ -178,7 +152,7 @@ class Args:
     demo_path: str | None = None  # file for the kept rows (None: filtered_demos.pkl, same folder)
     learner: bool = False  # second command: train online from checkpoint_path and demo_path
     make_data: str | None = None  # only write demos.pkl, suboptimal.pkl, random.pkl to this folder
-    expert_path: str | None = None  # final_model.pth of the expert of --make-data (None: a script)
+    expert_path: str | None = None  # final_model.pth that --make-data plays (None: a script)
     # task
     env_id: str = BUILT_IN  # Gymnasium id; observations are vectors, actions a bounded Box
     offline_data_path: list[str] = field(default_factory=list)  # demonstrations: .pkl or .npz files
@@ -199,7 +173,7 @@ class Args:
     batch_size: int = 256  # rows per update
     lr: float = 3e-4  # learning rate of actor, critics and temperature
     obs_noise: float = 0.0  # std of noise on normalized observations in the warm-up
-    early_stop_patience: int = 0  # stop after this many of 20 checks without improvement (0: off)
+    early_stop_patience: int = 0  # checks without improvement that end the warm-up (0: none)
     # SAC
     gamma: float = 0.99  # discount per step
     tau: float = 0.005  # weight of the new parameters in the target networks
@@ -207,7 +181,7 @@ class Args:
     num_critics: int = 2  # size of the ensemble
     init_alpha: float = 0.1  # temperature at the start
     offline_objective: Literal["sac", "cql", "calql", "bc"] = "sac"  # objective of the warm-up
-    cql_alpha: float = 1.0  # weight of the conservative term of cql and calql
+    cql_alpha: float = 1.0  # weight of cql and calql; 1 is an alpha of 0.5 in the CQL paper
     bc_weight: float = 0.0  # weight of cloning the demonstrations in the actor's loss
     # replay
     buffer_size: int = 1_000_000  # transitions in the online buffer
@@ -227,50 +201,63 @@ class Args:
     def __post_init__(self):
         """Check the options. tyro prints a ValueError from here as a command-line error."""
         for name, value in vars(self).items():
-            if isinstance(value, int | float):
-                if not 0 <= value < math.inf:
-                    raise ValueError(f"{flag(name)} {value}: must be finite and not negative")
-                if value == 0 and name in POSITIVE:
-                    raise ValueError(f"{flag(name)} {value}: must be positive")
-                if value > 1 and name in AT_MOST_ONE:
-                    raise ValueError(f"{flag(name)} {value}: must be in [0, 1]")
-        if self.min_offline_ratio > self.initial_offline_ratio:
-            raise ValueError("--min-offline-ratio must be at most --initial-offline-ratio")
-        if 0 < self.online_steps <= self.warmup_rollout_steps:
-            raise ValueError("--online-steps must be above --warmup-rollout-steps, or 0")
-        if self.resume and not self.run_dir:
-            raise ValueError("--resume needs --run-dir")
-        if self.cql_alpha != Args.cql_alpha and self.offline_objective not in CONSERVATIVE:
-            raise ValueError("--cql-alpha needs --offline-objective cql or calql")
-        if self.expert_path and not self.make_data:
-            raise ValueError("--expert-path needs --make-data")
-        if (self.learner or self.demo_path) and not self.checkpoint_path:
-            raise ValueError("--learner and --demo-path need --checkpoint-path")
-        if self.checkpoint_path and Path(self.checkpoint_path) == Path(self.kept_rows_path()):
-            raise ValueError("--checkpoint-path and --demo-path must be two files")
-        data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
-        if self.learner:
-            if data_paths:
-                raise ValueError("--learner reads only --demo-path, not the other data files")
-            if not self.online_steps:
-                raise ValueError("--learner needs --online-steps")
-            if bool(self.demo_path) != (self.initial_offline_ratio > 0):
-                raise ValueError("--learner needs either --demo-path or --initial-offline-ratio 0")
-            return  # the warm-up is over
-        if not self.needs_data() and (data_paths or self.bc_weight):
-            raise ValueError(
-                "data files and --bc-weight need --warmup-steps or --retention-ratio above 0"
-            )
-        if self.initial_offline_ratio and not self.retention_ratio:
-            raise ValueError("--retention-ratio 0 needs --initial-offline-ratio 0")
-        if not self.warmup_steps:
-            if self.checkpoint_path or self.early_stop_patience or not self.online_steps:
-                raise ValueError(
-                    "--checkpoint-path, --early-stop-patience and --online-steps 0 need "
-                    "--warmup-steps above 0"
-                )
-            if 0 < self.retention_ratio < 1 and self.retention_by == "td_error":
-                raise ValueError("--retention-by td_error needs --warmup-steps above 0")
+            if not isinstance(value, int | float):
+                continue
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{flag(name)} {value}: must be finite and not negative")
+            if value == 0 and name in POSITIVE:
+                raise ValueError(f"{flag(name)} {value}: must be positive")
+            if value > 1 and name in AT_MOST_ONE:
+                raise ValueError(f"{flag(name)} {value}: must be at most 1")
+        refused = {
+            "--min-offline-ratio must be at most --initial-offline-ratio": (
+                self.min_offline_ratio > self.initial_offline_ratio
+            ),
+            "--online-steps must be above --warmup-rollout-steps, or 0": (
+                0 < self.online_steps <= self.warmup_rollout_steps
+            ),
+            "--resume needs --run-dir": self.resume and not self.run_dir,
+            "--expert-path needs --make-data": self.expert_path and not self.make_data,
+            "--learner and --demo-path need --checkpoint-path": (
+                (self.learner or self.demo_path) and not self.checkpoint_path
+            ),
+            "--checkpoint-path and --demo-path must be two files": (
+                self.checkpoint_path and Path(self.checkpoint_path) == self.kept_rows_path()
+            ),
+            "--demo-path needs --initial-offline-ratio above 0": (
+                self.demo_path and not self.initial_offline_ratio
+            ),
+            "--learner needs --online-steps": self.learner and not self.online_steps,
+            "--cql-alpha needs --offline-objective cql or calql": (
+                self.cql_alpha != Args.cql_alpha and self.offline_objective not in CONSERVATIVE
+            ),
+        }
+        if not self.learner:
+            has_warmup = self.warmup_steps > 0
+            data_paths = self.offline_data_path + self.suboptimal_data_path + self.random_data_path
+            refused |= {
+                "--checkpoint-path and --online-steps 0 need --warmup-steps": (
+                    not has_warmup and (self.checkpoint_path or not self.online_steps)
+                ),
+                "--early-stop-patience needs --warmup-steps": (
+                    self.early_stop_patience and not has_warmup
+                ),
+                "data files and --bc-weight need --warmup-steps or --retention-ratio above 0": (
+                    (data_paths or self.bc_weight) and not self.needs_data()
+                ),
+                "--retention-ratio 0 needs --initial-offline-ratio 0": (
+                    self.initial_offline_ratio and not self.retention_ratio
+                ),
+                # An untrained critic would choose the rows.
+                "--retention-by td_error needs --warmup-steps": (
+                    not has_warmup
+                    and 0 < self.retention_ratio < 1
+                    and self.retention_by == "td_error"
+                ),
+            }
+        for message, is_refused in refused.items():
+            if is_refused:
+                raise ValueError(message)
 
     def needs_data(self) -> bool:
         """Whether offline rows are used: in a warm-up, or in the online batches"""
@@ -280,12 +267,12 @@ class Args:
         """Whether this is the first of two commands: --checkpoint-path without --learner"""
         return self.checkpoint_path is not None and not self.learner
 
-    def kept_rows_path(self) -> str:
+    def kept_rows_path(self) -> Path:
         """The file in which the first command leaves the kept rows for the second one"""
-        return self.demo_path or str(Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
+        return Path(self.demo_path or Path(self.checkpoint_path).with_name("filtered_demos.pkl"))
 
 
-WSRLConfig = Args  # another name for imports
+WSRLConfig = Args  # the name of the design document
 
 
 # --- networks ---
@@ -300,8 +287,7 @@ def mlp(in_dim, out_dim, hidden_size, layer_norm, linear=nn.Linear):
 
 
 def add_dropout(network, dropout):  # warm-up: overfitting
-    """Put dropout behind each ReLU. The weights keep their names: an agent without dropout can load
-    the weights of an agent with dropout."""
+    """Put dropout behind each ReLU. The weights have the same names with and without dropout."""
     for i, layer in enumerate(network):
         if isinstance(layer, nn.ReLU):
             network[i] = nn.Sequential(layer, nn.Dropout(dropout))
@@ -376,7 +362,7 @@ def conservative_gap(q_values, log_densities, data_q_values):
 
 
 def normalize_weights(weights):
-    """Divide by the mean of the batch, so that weights do not change the learning rate."""
+    """Divide by their mean: larger weights would act like a larger learning rate."""
     return weights / weights.mean()
 
 
@@ -391,7 +377,7 @@ def priority_beta_schedule(t) -> float:  # warm-up: replay
     return 0.4 + 0.6 * min(1.0, t)
 
 
-def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
+def return_to_go(rewards, gamma):  # warm-up: conservative
     """G_t = r_t + gamma * G_t+1 within an episode.  (T,) -> (T,)
 
     The sum ends at a time limit, where the value of the next state is not 0. If all rewards are
@@ -404,6 +390,7 @@ def return_to_go(rewards, gamma) -> np.ndarray:  # warm-up: conservative
     return returns
 
 
+# --- row weights ---
 def has_succeeded(rewards, terminated, info=()) -> bool:
     """Whether an episode succeeded. Some environments say so in the info of the last step.
     Otherwise an episode succeeded if it terminated with its first positive reward."""
@@ -416,7 +403,8 @@ def has_succeeded(rewards, terminated, info=()) -> bool:
 def compute_data_quality(  # warm-up: weights
     trajectory, return_range=(0.0, 1.0), max_length=1
 ) -> float:
-    """Mean of three scores in [0,1]: success, return within its range, and length."""
+    """Mean of three scores in [0,1]: success, return within its range, and length. Data files do
+    not tell success. Where rewards are positive before the end, no episode counts as one."""
     low, high = return_range
     terminated = trajectory["masks"][-1] == 0
     success = has_succeeded(trajectory["rewards"], terminated)
@@ -430,6 +418,40 @@ def compute_data_quality(  # warm-up: weights
     elif terminated:
         length_score = lateness / 2  # a late failure is better
     return float((success + return_score + length_score) / 3)
+
+
+def rate_episodes(args, episodes):
+    """Fill the columns weights, quality, returns and is_cloned where a data file does not have them
+    (NaN). `episodes` has pairs: source, rows of one episode.
+
+        weight = weight of the source * (0.5 + quality) * success_weight_bonus if it succeeded
+
+    A successful demonstration has a weight of up to 4.5, an online row of 1. If half of a batch are
+    such demonstrations, about 80 % of the loss comes from them.
+    """
+    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
+    returns = [rows["rewards"].sum() for _, rows in episodes]
+    return_range = (min(returns), max(returns))
+    max_length = max(len(rows) for _, rows in episodes)
+    for source, rows in episodes:
+        quality = compute_data_quality(rows, return_range, max_length)
+        weight = source_weights[source] * (0.5 + quality)  # warm-up: weights
+        if has_succeeded(rows["rewards"], rows["masks"][-1] == 0):
+            weight *= args.success_weight_bonus
+        fill_in(rows, "weights", weight)
+        fill_in(rows, "quality", quality)
+        fill_in(rows, "returns", return_to_go(rows["rewards"], args.gamma))
+    # warm-up: cloning; it imitates the demonstrations. Without them it imitates the quarter of the
+    # rows with the best quality, and all rows whose quality equals the lowest of these.
+    has_demos = any(source == "demos" for source, _ in episodes)
+    limit = np.quantile(np.concatenate([rows["quality"] for _, rows in episodes]), 0.75)
+    for source, rows in episodes:
+        is_cloned = source == "demos" if has_demos else rows["quality"] >= limit
+        fill_in(rows, "is_cloned", is_cloned)
+
+
+def fill_in(rows, column, values):
+    rows[column] = np.where(np.isnan(rows[column]), values, rows[column])
 
 
 # --- update ---
@@ -499,7 +521,7 @@ class WarmupAgent(nn.Module):
         return F.softplus(self.raw_alpha)  # stays positive
 
     def noise(self, like):
-        return torch.randn(like.shape).to(like)  # drawn on the CPU: equal on every device
+        return torch.randn(like.shape).to(like)  # drawn on the CPU: the same on all devices
 
     def policy(self, features):
         """The mean and the standard deviation before the tanh.  (N,D) -> 2 x (N,C)"""
@@ -586,7 +608,8 @@ class WarmupAgent(nn.Module):
             log_densities = [torch.full_like(uniform, math.log(0.5)).sum(-1)]
             for states in (features, next_features):  # pi(s) and pi(s'), all evaluated in s
                 mean, std = self.policy(states)
-                sampled, logprobs = tanh_normal(mean, std, self.noise(uniform))  # (K,N,C), (K,N)
+                noise = torch.randn(shape).to(features)
+                sampled, logprobs = tanh_normal(mean, std, noise)  # (K,N,C), (K,N)
                 actions.append(sampled)
                 log_densities.append(logprobs)
         actions = torch.cat(actions)  # (M,N,C)
@@ -628,7 +651,7 @@ class WarmupAgent(nn.Module):
         return {name: torch.cat([part[name] for part in parts], -1).cpu() for name in errors}
 
     @torch.no_grad()
-    def act(self, obs: np.ndarray, noise=0.0) -> np.ndarray:
+    def act(self, obs, noise=0.0):
         """The action tanh(mean + noise * std).  (D,) -> (C,) in [-1,1]"""
         obs = torch.as_tensor(obs, dtype=torch.float32, device=self.raw_alpha.device)
         mean, std = self.policy(self.normalizer(obs[None]))
@@ -668,51 +691,6 @@ class WarmupAgent(nn.Module):
         return agent
 
 
-# --- row weights ---
-def rate_episodes(args, episodes: dict[str, list]):
-    """Compute weights, quality, returns and is_cloned where a file does not have them (NaN).
-    `episodes` has a list per source."""
-    pairs = [(source, episode) for source, many in episodes.items() for episode in many]
-    if not pairs:
-        return
-    source_weights = {"demos": args.demo_weight, "suboptimal": 1.0, "random": 0.5}
-    returns = [episode["rewards"].sum() for _, episode in pairs]
-    return_range = (min(returns), max(returns))
-    max_length = max(len(episode) for _, episode in pairs)
-    for source, episode in pairs:
-        quality = compute_data_quality(episode, return_range, max_length)
-        success = has_succeeded(episode["rewards"], episode["masks"][-1] == 0)
-        bonus = args.success_weight_bonus if success else 1.0
-        # warm-up: weights; a quality of 0.5 is neutral
-        fill_in(episode, "weights", source_weights[source] * (0.5 + quality) * bonus)
-        fill_in(episode, "quality", quality)
-        fill_in(episode, "returns", return_to_go(episode["rewards"], args.gamma))
-    # warm-up: cloning; it imitates the demonstrations. Without them, it imitates the quarter of the
-    # rows with the best quality, and more rows if their quality equals the lowest of these.
-    limit = np.quantile(np.concatenate([episode["quality"] for _, episode in pairs]), 0.75)
-    for source, episode in pairs:
-        is_cloned = source == "demos" if "demos" in episodes else episode["quality"] >= limit
-        fill_in(episode, "is_cloned", is_cloned)
-
-
-def fill_in(episode, column, values):
-    episode[column] = np.where(np.isnan(episode[column]), values, episode[column])
-
-
-def hold_out(episodes, is_clone):  # warm-up: overfitting
-    """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
-    -> training episodes, held-out episodes"""
-    candidates = []
-    for i, episode in enumerate(episodes):
-        if not is_clone or episode["is_cloned"].any():
-            candidates.append(i)
-    if len(candidates) < 10:
-        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
-    heldout = set(candidates[9::10])
-    training = [episode for i, episode in enumerate(episodes) if i not in heldout]
-    return training, [episodes[i] for i in sorted(heldout)]
-
-
 # --- buffer ---
 class PrioritizedReplayBuffer:  # warm-up: replay
     """The newest rows replace the oldest. A row is drawn with a probability in proportion to
@@ -748,11 +726,10 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         return slots, (len(self) * probabilities) ** -beta
 
     def update_priorities(self, slots, td_errors):
-        if len(slots):
-            errors = np.abs(td_errors).astype(np.float64)
-            priorities = (errors + 1e-6) ** self.alpha
-            self.priorities[slots] = np.where(np.isfinite(errors), priorities, self.max_priority)
-            self.max_priority = max(self.max_priority, float(self.priorities[slots].max()))
+        errors = np.abs(td_errors).astype(np.float64)
+        priorities = (errors + 1e-6) ** self.alpha
+        self.priorities[slots] = np.where(np.isfinite(errors), priorities, self.max_priority)
+        self.max_priority = float(self.priorities[slots].max(initial=self.max_priority))
 
     def select_top_k(self, priorities, k):
         """A new buffer of the k rows with the highest priorities; earlier rows win ties."""
@@ -778,12 +755,12 @@ class PrioritizedReplayBuffer:  # warm-up: replay
         self.max_priority = state["max_priority"]
 
 
-def make_buffer(args, capacity, env) -> PrioritizedReplayBuffer:
+def make_buffer(args, capacity, env):
     alpha = args.priority_alpha if args.use_prioritized_replay else 0.0
     return PrioritizedReplayBuffer(capacity, make_row_dtype(env), alpha)
 
 
-def compute_priorities(buffer, retention_by, agent) -> np.ndarray:
+def compute_priorities(buffer, retention_by, agent):
     """Values by which filter_offline_data sorts the rows.  -> (N,)"""
     rows = buffer.rows[: len(buffer)]
     if retention_by == "td_error":
@@ -797,7 +774,7 @@ def filter_offline_data(  # warm-up: replay
 ):
     """A new buffer with this share of the rows: those with the highest values of `retention_by`.
     Only td_error needs the agent."""
-    if retention_ratio == 0 or len(buffer) == 0:
+    if retention_ratio == 0:
         return PrioritizedReplayBuffer(0, buffer.rows.dtype, buffer.alpha)
     top_k = max(1, int(len(buffer) * retention_ratio))
     return buffer.select_top_k(compute_priorities(buffer, retention_by, agent), top_k)
@@ -875,13 +852,14 @@ def learn(state, offline_ratio, obs_noise=0.0, train_actor=True, method="sac"):
         td_errors = td_errors.cpu().numpy()
         state.offline_rb.update_priorities(offline_slots, td_errors[: len(offline_slots)])
         state.online_rb.update_priorities(online_slots, td_errors[len(offline_slots) :])
-    progress.losses.append({f"losses/{name}": value for name, value in stats.items()})
-    progress.window.append({"buffer/offline_frac": len(offline_slots) / args.batch_size})
+    metrics = {f"losses/{name}": value for name, value in stats.items()}
+    metrics["buffer/offline_frac"] = len(offline_slots) / args.batch_size
+    progress.window.append(metrics)
 
 
 # --- rollout ---
 EVAL_SEED = 10_000  # seed of the first evaluation episode
-VIDEO_SEED = 10_006  # seed of the filmed episode, in which the pendulum starts at the bottom
+VIDEO_SEED = 10_006  # seed of the filmed episode, in which the pendulum starts low
 
 
 def play_episode(env, act, seed):
@@ -907,7 +885,7 @@ def play_episode(env, act, seed):
     return transitions, has_succeeded(rewards, terminated, info)
 
 
-def explore(agent, obs, env_step, rng) -> np.ndarray:
+def explore(agent, obs, env_step, rng):
     """A sample of the policy, or a random action in the first steps of an untrained agent"""
     if agent.updates == 0 and env_step <= agent.args.warmup_rollout_steps:
         return rng.uniform(-1, 1, agent.action_dim).astype(np.float32)
@@ -915,33 +893,32 @@ def explore(agent, obs, env_step, rng) -> np.ndarray:
 
 
 def take_step(agent, env, obs, env_step):
-    """One environment step. If `obs` is None, an episode begins.
-    -> row of online_rb, next obs (None if the episode ended), its statistics if it ended"""
+    """One environment step. Without `obs` it is the first one of an episode.
+    -> row of online_rb, next obs, whether the episode ended"""
     rng = random_numbers(agent.args.seed, "step", env_step)
     if obs is None:
         obs, _ = env.reset(seed=int(rng.integers(2**31)))
     action = explore(agent, obs, env_step, rng)
-    next_obs, reward, terminated, truncated, info = env.step(action)
+    next_obs, reward, terminated, truncated, _ = env.step(action)
     if not np.isfinite([reward, *next_obs]).all():
-        raise ValueError(f"{agent.args.env_id} gave a number that is not finite")
+        raise ValueError("the environment gave a number that is not finite")
+    columns = dict(
+        obs=obs,
+        next_obs=next_obs,
+        actions=action,
+        rewards=reward,
+        masks=not terminated,  # after a time limit the target still has V(s')
+        dones=terminated or truncated,
+        weights=1.0,
+    )
     row = np.zeros(1, make_row_dtype(env))
-    row["obs"] = obs
-    row["next_obs"] = next_obs
-    row["actions"] = action
-    row["rewards"] = reward
-    row["masks"] = not terminated  # after a time limit the target still has V(s')
-    row["weights"] = 1.0
-    if not (terminated or truncated):
-        return row, next_obs, {}
-    episode = {
-        "charts/episodic_return": float(info["episode"]["r"]),
-        "charts/episodic_length": float(info["episode"]["l"]),
-    }
-    return row, None, episode
+    for name, value in columns.items():
+        row[name] = value
+    return row, next_obs, terminated or truncated
 
 
 # --- evaluate ---
-def evaluate_policy(agent, env, num_episodes) -> dict[str, float]:
+def evaluate_policy(agent, env, num_episodes):
     """Play the mean action in episodes with fixed seeds, which are the same in every run."""
     results = []
     for episode in range(num_episodes):
@@ -960,8 +937,8 @@ def check_heldout(agent, progress) -> float:  # warm-up: overfitting
 
     With bc it is the squared distance between the actions of actor and rows. Otherwise it is the
     squared TD error of the critics, divided by the variance of their targets. Without the division
-    it would be smallest at the start, when all values are near 0. If all values are too high, TD
-    error and variance are large, and this error does not show it."""
+    it would be smallest at the start, when all values are near 0. It does not show values that are
+    all too high."""
     errors = agent.row_errors(progress.heldout)
     if agent.args.offline_objective == "bc":
         is_cloned = progress.heldout["is_cloned"]
@@ -984,10 +961,8 @@ class Progress:
     warmup_updates: int = 0
     is_online: bool = False  # the warm-up is over
     env_steps: int = 0  # of online training
-    losses: list[dict] = field(default_factory=list)  # of each update since the last logged line
-    window: list[dict] = field(default_factory=list)  # other statistics since that line
-    newest: dict = field(default_factory=dict)  # last value of each metric
-    data_returns: dict = field(default_factory=dict)  # mean return of each source
+    window: list = field(default_factory=list)  # statistics since the last logged line
+    data_returns: dict = field(default_factory=dict)  # mean return of each data file
     heldout: dict = field(default_factory=dict)  # columns of rows that are not trained on
     best_error: float = math.inf  # smallest error on these rows
     best_agent: dict | None = None  # checkpoint of the agent that had it
@@ -1000,7 +975,7 @@ class Progress:
 
 @dataclass
 class State:
-    """What a run consists of"""
+    """The folder, the agent, the buffers and the counters of a run"""
 
     run: "Run"
     agent: WarmupAgent
@@ -1022,16 +997,15 @@ def main(args: Args) -> dict[str, float]:
     agent = state.agent
     progress = state.progress
     signals = Signals()
-    last_env_step = 0 if args.ends_after_warmup() else args.online_steps
+    online_steps = 0 if args.ends_after_warmup() else args.online_steps
     bar = tqdm(
-        total=args.warmup_steps + last_env_step,
+        total=args.warmup_steps + online_steps,
         initial=progress.global_step,
         disable=None,
         file=sys.stdout,
     )
 
     # Offline: the warm-up updates the agent on offline rows. With --learner it is already over.
-    check_every = max(1, args.warmup_steps // 20)
     while not progress.is_online:
         # 1 update
         progress.warmup_updates += 1
@@ -1040,53 +1014,55 @@ def main(args: Args) -> dict[str, float]:
         # 2 end the warm-up after its last step, or early
         row = {}
         is_last = progress.warmup_updates >= args.warmup_steps
+        check_every = max(1, args.warmup_steps // 20)
         if args.early_stop_patience and (is_last or progress.warmup_updates % check_every == 0):
             row["losses/heldout_error"] = check_heldout(agent, progress)
-            if not is_last and progress.checks_since_best >= args.early_stop_patience:
-                tqdm.write(f"early stop of the warm-up after {progress.warmup_updates} updates")
-                is_last = True
-        if is_last:
-            end_warmup(state)
+        if is_last or 0 < args.early_stop_patience <= progress.checks_since_best:
+            end_warmup(state)  # progress.is_online = True
 
         # 3 evaluate
-        if is_last or progress.warmup_updates % args.eval_every == 0:
+        if progress.is_online or progress.warmup_updates % args.eval_every == 0:
             row |= evaluate_policy(agent, env, args.eval_episodes)
-        if is_last:
-            print_switch(progress.data_returns, row["eval/episodic_return"])
+        if progress.is_online:
+            print_switch(progress, row["eval/episodic_return"])
 
         # 4 log
-        if row or progress.global_step % args.log_interval == 0:
-            log_line(state, row, bar)
-        bar.update()
+        log_line(state, row, bar)
 
         # 5 save
-        if is_last or progress.global_step % args.save_every == 0 or signals.received:
+        if progress.is_online or progress.warmup_updates % args.save_every == 0 or signals.received:
             save_run(state)
         if signals.received:
             break
 
-    if progress.is_online and args.ends_after_warmup():
-        hand_over(agent, state.offline_rb, env)
-    is_before_online = progress.is_online and progress.env_steps == 0 and last_env_step > 0
-    if is_before_online and args.capture_video:
-        write_video(state.run.dir / "policy_before.gif", agent, env)
+    if progress.is_online and progress.env_steps == 0:
+        if args.ends_after_warmup():
+            hand_over(agent, state.offline_rb, env)
+        elif args.capture_video:
+            write_video(state.run.dir / "policy_before.gif", agent, env)
 
     # Online: the environment is stepped, and batches have rows of both buffers.
-    bar.total = progress.warmup_updates + last_env_step  # fewer after an early stop
-    obs = None  # between two episodes
-    is_eval_due = False
-    is_save_due = False
-    while progress.is_online and progress.env_steps < last_env_step:
+    bar.total = progress.warmup_updates + online_steps  # fewer after an early stop
+    is_over = True  # the next step begins an episode
+    while progress.is_online and progress.env_steps < online_steps:
         # 1 step the environment
+        if is_over:
+            obs = None
+            episode_start = progress.env_steps
         env_step = progress.env_steps + 1
         try:
-            transition, obs, episode = take_step(agent, env, obs, env_step)
-        except BaseException:
+            transition, obs, is_over = take_step(agent, env, obs, env_step)
+        except Exception:
             save_run(state)  # with the steps before this one
             raise
         progress.env_steps = env_step
         state.online_rb.extend(transition)
-        progress.window.append(episode)
+        if is_over:  # RecordEpisodeStatistics has summed up the episode
+            episode = {
+                "charts/episodic_return": float(env.return_queue[-1]),
+                "charts/episodic_length": env.length_queue[-1],
+            }
+            progress.window.append(episode)
 
         # 2 update by SAC, whatever the objective of the warm-up was
         if env_step > args.warmup_rollout_steps:
@@ -1096,27 +1072,21 @@ def main(args: Args) -> dict[str, float]:
 
         # 3 evaluate between two episodes, and after the last step
         row = {}
-        is_last = env_step == last_env_step
-        episode_ended = obs is None
-        is_eval_due = is_eval_due or env_step % args.eval_every == 0
-        if is_last or (is_eval_due and episode_ended):
-            is_eval_due = False
+        is_last = env_step == online_steps
+        if is_last or (is_over and is_due(args.eval_every, episode_start, env_step)):
             row = evaluate_policy(agent, env, args.eval_episodes)
 
         # 4 log
-        if row or progress.global_step % args.log_interval == 0:
-            log_line(state, row, bar)
-        bar.update()
+        log_line(state, row, bar)
 
         # 5 save between two episodes, and after the last step
-        is_save_due = is_save_due or progress.global_step % args.save_every == 0
-        if is_last or (episode_ended and (is_save_due or signals.received)):
-            is_save_due = False
+        is_stopped = is_over and signals.received
+        if is_last or is_stopped or (is_over and is_due(args.save_every, episode_start, env_step)):
             save_run(state)
-            if signals.received:
-                break
+        if is_stopped:
+            break
 
-    is_finished = progress.is_online and progress.env_steps >= last_env_step
+    is_finished = progress.is_online and progress.env_steps >= online_steps
     if is_finished and "eval/episodic_return" not in state.run.rows[-1]:
         # The run was stopped and is resumed with fewer --online-steps, so no step was left.
         log_line(state, evaluate_policy(agent, env, args.eval_episodes), bar)
@@ -1130,78 +1100,82 @@ def main(args: Args) -> dict[str, float]:
     return state.run.rows[-1]
 
 
+def is_due(every, start, step) -> bool:
+    """Whether a multiple of `every` is among the steps after `start`, up to `step`"""
+    return step // every > start // every
+
+
 def end_warmup(state):
     """Take the best weights that were checked, and keep a share of the offline rows."""
     args = state.agent.args
     progress = state.progress
     progress.is_online = True
+    progress.heldout = {}
     if progress.best_agent:
-        # The number of updates goes on, because it seeds the draws and the noise.
-        state.agent.restore(progress.best_agent | {"updates": state.agent.updates})
+        # Both counters go on: the number of updates seeds the draws and the noise.
+        best_agent = progress.best_agent | {"updates": state.agent.updates}
+        best_agent["model"]["skipped_steps"] = state.agent.skipped_steps
+        state.agent.restore(best_agent)
         progress.best_agent = None
     state.offline_rb = filter_offline_data(
         state.offline_rb, args.retention_ratio, args.retention_by, state.agent
     )
 
 
-def log_line(state, row, bar):
-    """Log `row` and the means since the last line. Show the newest numbers."""
-    run = state.run
-    progress = state.progress
-    num_skipped = state.agent.skipped_steps.item()
-    newly_skipped = num_skipped - progress.newest["losses/skipped_steps"]
-    if newly_skipped > len(progress.losses) / 2:
-        tqdm.write("warning: gradients are not finite, most updates are skipped: check the data")
-    # With --learner the first step is the last one of the warm-up.
-    steps_done = progress.global_step - run.rows[0]["global_step"]
-    row = row | mean_of_each(progress.losses) | mean_of_each(progress.window)
-    row |= {
-        "charts/env_steps": progress.env_steps,
-        "charts/updates": state.agent.updates,
-        "charts/SPS": steps_done / (time.time() - run.start_time),
-        "losses/skipped_steps": num_skipped,
-        "buffer/online_size": len(state.online_rb),
-        "buffer/offline_size": len(state.offline_rb),
-    }
-    progress.losses = []
-    progress.window = []
-    run.log({"global_step": progress.global_step} | row)
-    progress.newest |= run.rows[-1]
-    show_status(bar, progress.newest)
-
-
-def print_switch(data_returns, policy_return):
-    """Compare the returns of the policy and of the best source of data (arXiv:2510.01460)."""
-    best = max(data_returns.values())
+def print_switch(progress, policy_return):
+    """Compare the returns of the policy and of the best data file (arXiv:2510.01460)."""
+    data_return = max(progress.data_returns.values())
     advice = "the policy is better"
-    if policy_return < best:
+    if policy_return < data_return:
         advice = "the data are better, and --retention-ratio 1 keeps all of them"
     tqdm.write(
-        f"after the warm-up the return of the policy is {policy_return:.1f}, "
-        f"that of the best data {best:.1f}: {advice}"
+        f"after the warm-up of {progress.warmup_updates} updates the return of the policy is "
+        f"{policy_return:.1f}, that of the best data {data_return:.1f}: {advice}"
     )
 
 
-def mean_of_each(rows: list[dict]) -> dict[str, float]:
-    """Mean of each statistic over the rows that have it; one transfer from the device"""
+def mean_of_each(rows):
+    """Mean of each statistic over the rows that have it, moved from the device once. It is NaN if
+    one of the numbers is."""
     columns = {}
     for row in rows:
         for name, value in row.items():
             columns.setdefault(name, []).append(torch.as_tensor(value))
-    if not columns:
-        return {}
-    means = [torch.stack(column).float().nanmean() for column in columns.values()]
-    return dict(zip(columns, torch.stack(means).tolist(), strict=True))
+    means = {}
+    for name, column in columns.items():
+        # A resumed run has read its first values to the CPU.
+        column = [value.to(column[-1].device) for value in column]
+        means[name] = torch.stack(column).float().mean().item()
+    return means
 
 
-STATUS = (
-    "losses/critic_loss",
-    "losses/actor_loss",
-    "losses/alpha_loss",
-    "losses/alpha",
-    "buffer/offline_frac",
-    "eval/episodic_return",
-)
+def log_line(state, row, bar):
+    """Log `row` and the means since the last line. Without `row`, do so every 100 steps."""
+    run = state.run
+    progress = state.progress
+    bar.update(progress.global_step - bar.n)
+    if not row and progress.global_step % state.agent.args.log_interval > 0:
+        return
+    # With --learner the first step is the last one of the warm-up.
+    steps_done = progress.global_step - run.rows[0]["global_step"]
+    row = row | mean_of_each(progress.window)
+    row |= {
+        "charts/env_steps": progress.env_steps,
+        "charts/updates": state.agent.updates,
+        "charts/SPS": steps_done / (time.time() - run.start_time),
+        "losses/skipped_steps": state.agent.skipped_steps.item(),
+        "buffer/online_size": len(state.online_rb),
+        "buffer/offline_size": len(state.offline_rb),
+    }
+    progress.window = []
+    run.log({"global_step": progress.global_step} | row)
+    show_status(bar, run.newest)
+
+
+STATUS = (  # the numbers beside the bar
+    "losses/critic_loss losses/actor_loss losses/alpha_loss losses/alpha losses/skipped_steps "
+    "buffer/offline_frac eval/episodic_return"
+).split()
 
 
 def show_status(bar, metrics: dict):
@@ -1216,6 +1190,13 @@ def show_status(bar, metrics: dict):
         print(f"[{metrics['global_step']}/{bar.total}] {status}", flush=True)
 
 
+CURVES = {
+    "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
+    "offline share of a batch": ["buffer/offline_frac"],
+    "mean Q value": ["losses/q_values"],
+}
+
+
 def finish_run(state, env):
     """Save the policy, and show it."""
     run = state.run
@@ -1223,25 +1204,18 @@ def finish_run(state, env):
     write_checkpoint(run.dir / "final_model.pth", state.agent.checkpoint())
     if args.capture_video:
         write_video(run.dir / "policy.gif", state.agent, env)
-    panels = {
-        "return of an episode": ["charts/episodic_return", "eval/episodic_return"],
-        "offline share of a batch": ["buffer/offline_frac"],
-        "mean Q value": ["losses/q_values"],
-    }
-    run.finish(panels, "updates of the warm-up, then environment steps")
-    first = run.rows[0]
-    last = run.rows[-1]
+    run.finish(CURVES, "updates of the warm-up, then environment steps")
+    first_return = run.rows[0]["eval/episodic_return"]
+    last_return = run.newest["eval/episodic_return"]
     print(
-        f"eval/episodic_return {first['eval/episodic_return']:.1f} -> "
-        f"{last['eval/episodic_return']:.1f}, {last['charts/env_steps']} environment steps, "
-        f"{last['time']:.0f} s"
+        f"eval/episodic_return {first_return:.1f} -> {last_return:.1f}, "
+        f"{state.progress.env_steps} environment steps, {run.newest['time']:.0f} s"
     )
     print(f"metrics, pictures and final_model.pth (see WarmupAgent.load) are in {run.dir}")
     if args.ends_after_warmup():
-        files = f"--checkpoint-path {args.checkpoint_path}"
-        if args.initial_offline_ratio:
-            files += f" --demo-path {args.kept_rows_path()}"
-        print(f"train online: python wsrl_warmup.py --learner {files}")
+        print(
+            f"train online: python wsrl_warmup.py --learner --checkpoint-path {args.checkpoint_path}"
+        )
 
 
 # --- task: environments ---
@@ -1255,7 +1229,9 @@ def make_gym_env(env_id):
     is_bounded = isinstance(actions, gym.spaces.Box) and actions.is_bounded()
     if not is_bounded or len(actions.shape) != 1 or (actions.low >= actions.high).any():
         sys.exit(f"{env_id} has actions {actions}: expected a bounded Box of one dimension")
-    spaces = getattr(env.observation_space, "spaces", {"state": env.observation_space})
+    spaces = {"state": env.observation_space}
+    if isinstance(env.observation_space, gym.spaces.Dict):
+        spaces = env.observation_space.spaces
     for key, space in spaces.items():
         is_box = isinstance(space, gym.spaces.Box)
         if not is_box or max(space.shape, default=1) < math.prod(space.shape):  # (D,) or (1,D) fit
@@ -1269,16 +1245,14 @@ def make_gym_env(env_id):
     return env
 
 
-def make_row_dtype(env) -> np.dtype:
-    """A row of a buffer: a transition, its action in [-1,1], and the columns of rate_episodes"""
-    obs_shape = env.observation_space.shape
-    columns = [("obs", "f4", obs_shape), ("next_obs", "f4", obs_shape)]
-    columns.append(("actions", "f4", env.action_space.shape))
-    scalars = ("rewards", "masks", "dones", "weights", "quality", "returns", "is_cloned")
-    return np.dtype(columns + [(name, "f4") for name in scalars])
+def make_row_dtype(env):
+    """A row of a buffer: numbers, except for observations and actions"""
+    shapes = {"obs": env.observation_space.shape, "actions": env.action_space.shape}
+    shapes["next_obs"] = shapes["obs"]
+    return np.dtype([(column, "f4", shapes.get(column, ())) for column in COLUMNS.values()])
 
 
-def env_units(env, actions) -> np.ndarray:
+def env_units(env, actions):
     """From [-1,1] to the units of the environment"""
     return (env.action_center + env.action_scale * actions).astype(np.float32)
 
@@ -1319,7 +1293,7 @@ COLUMNS = {  # name in a data file: name in a buffer
     "is_cloned": "is_cloned",
 }
 # A data file may leave these out. to_rows fills masks or dones, rate_episodes the others.
-OPTIONAL = ("masks", "dones", "weights", "quality", "returns", "is_cloned")
+OPTIONAL = "masks dones weights quality returns is_cloned".split()
 
 
 def swing_up(obs):
@@ -1332,7 +1306,7 @@ def swing_up(obs):
     return np.array([np.clip(torque / 2, -1, 1)])
 
 
-def make_source(env, expert, source, seed, num_rows=4_000) -> list[dict]:
+def make_source(env, expert, source, seed, num_rows=4_000):
     """Whole episodes of an expert with noise and random actions, num_rows or a few more"""
     rng = random_numbers(seed, source, 0)
     noise, random_share = SOURCES[source]
@@ -1350,20 +1324,21 @@ def make_source(env, expert, source, seed, num_rows=4_000) -> list[dict]:
     return transitions
 
 
-def make_data(args) -> dict:
+def make_data(args):
     """--make-data: a file of each source in a new folder"""
     env = make_gym_env(args.env_id)
     expert = swing_up
     if args.expert_path:
         expert = WarmupAgent.load(args.expert_path).act
     elif args.env_id != BUILT_IN:
-        sys.exit(f"--make-data needs --expert-path: there is no script for {args.env_id}")
+        sys.exit("--make-data needs --expert-path: only Pendulum has a script")
     folder = Path(args.make_data)
     folder.mkdir(parents=True)  # an error if it exists: nothing is overwritten
     for source in SOURCES:
         transitions = make_source(env, expert, source, args.seed)
-        (folder / f"{source}.pkl").write_bytes(pickle.dumps(transitions))
-        print(f"wrote {len(transitions)} transitions to {folder / source}.pkl")
+        path = folder / f"{source}.pkl"
+        path.write_bytes(pickle.dumps(transitions))
+        print(f"wrote {path}")
     env.close()
     return {}
 
@@ -1410,7 +1385,7 @@ def read_transitions(path) -> list[dict]:
     return DemoUnpickler(io.BytesIO(data)).load()
 
 
-def to_column(values, obs_keys) -> np.ndarray:
+def to_column(values, obs_keys):
     """Numbers, vectors or dicts of vectors as float32  -> (N,D)"""
     if isinstance(values[0], dict):
         parts = [to_column([value[key] for value in values], obs_keys) for key in obs_keys]
@@ -1418,13 +1393,11 @@ def to_column(values, obs_keys) -> np.ndarray:
     return np.array(values, np.float32).reshape(len(values), -1)
 
 
-def to_rows(transitions, env) -> np.ndarray:
-    """Check transitions and convert them to rows of a buffer."""
-    if len(transitions) == 0:
+def to_rows(transitions, env, path):
+    """Check transitions and convert them to rows of a buffer. `path` is for messages."""
+    if not transitions:
         raise ValueError("there are no transitions")
     given = transitions[0].keys()
-    if "masks" not in given and "dones" not in given:
-        raise ValueError("it has neither masks nor dones: expected at least one of them")
     rows = np.full(len(transitions), np.nan, make_row_dtype(env))
     for name, column in COLUMNS.items():
         if name in OPTIONAL and name not in given:
@@ -1433,47 +1406,44 @@ def to_rows(transitions, env) -> np.ndarray:
             values = to_column([transition[name] for transition in transitions], env.obs_keys)
         except Exception as error:  # a key that is missing, text, rows of different lengths
             raise ValueError(f"{name}: expected numbers in each row: {error!r}") from error
-        expected = rows[column][0].size
-        is_bad = ~np.isfinite(values).all(1) | (values.shape[1] != expected)
+        size = rows[column][0].size
+        is_bad = ~np.isfinite(values).all(1) | (values.shape[1] != size)
         if is_bad.any():
             i = is_bad.argmax()  # the first one
-            raise ValueError(
-                f"{name} of row {i} is {values[i]}: expected {expected} finite numbers"
-            )
+            raise ValueError(f"{name} of row {i} is {values[i]}: expected {size} finite numbers")
         rows[column] = values.reshape(rows[column].shape)
     # Without masks each end of an episode is a termination. Without dones split_episodes finds the
     # ends at a time limit: there the next row does not continue the episode.
     if "masks" not in given:
+        print(f"{path} has no masks: each end of an episode counts as a termination")
         rows["masks"] = 1 - rows["dones"]
     if "dones" not in given:
         rows["dones"] = 1 - rows["masks"]
-    if rows["masks"].min() < 0 or rows["masks"].max() > 1:
-        raise ValueError("masks must be from 0 to 1")
+    if not (rows["masks"] == rows["masks"].clip(0, 1)).all():  # NaN without masks and dones
+        raise ValueError("it needs masks or dones, from 0 to 1")
     if rows["weights"].min() <= 0:  # NaN if the file has none
         raise ValueError("weights must be above 0")
-    rows["actions"] = (rows["actions"] - env.action_center) / env.action_scale
-    rows["actions"] = rows["actions"].clip(-1, 1)
+    actions = (rows["actions"] - env.action_center) / env.action_scale
+    rows["actions"] = actions.clip(-1, 1)
+    share = (np.abs(actions) > 1.001).mean()
+    if share > 0:
+        print(f"{path}: {share:.1%} of the actions are out of bounds and are clipped")
     return rows
 
 
-def read_source(path, env) -> np.ndarray:
+def read_source(path, env):
     """Rows of a .pkl or .npz file. Its actions are in the units of the environment."""
     try:
         transitions = read_transitions(path)
         size = len(transitions) * make_row_dtype(env).itemsize
         if path.endswith(".pkl") and size > 2**26 + 20 * Path(path).stat().st_size:
             raise ValueError(f"it would become {size} bytes in memory")
-        rows = to_rows(transitions, env)
-    except (ValueError, pickle.UnpicklingError) as error:
-        sys.exit(f"data file {path}: {error}")
+        return to_rows(transitions, env, path)
     except Exception as error:  # a damaged file can raise any type
-        sys.exit(f"data file {path} cannot be read: {error!r}")
-    if "masks" not in transitions[0]:
-        print(f"{path} has no masks: each end of an episode counts as a termination")
-    return rows
+        sys.exit(f"data file {path}: {type(error).__name__}: {error}")
 
 
-def split_episodes(rows) -> list[np.ndarray]:
+def split_episodes(rows):
     """Split where an episode ended, and where a row does not continue the row before it: where obs
     differs from the last next_obs by more than a thousandth of the standard deviation."""
     ends = (rows["dones"] > 0) | (rows["masks"] == 0)
@@ -1484,22 +1454,18 @@ def split_episodes(rows) -> list[np.ndarray]:
 
 
 def load_offline_data(args, env):
-    """Rated episodes of all sources.  -> rows, held-out rows, mean return of each source"""
+    """Rated episodes of all files.  -> rows, held-out rows, mean return of each file"""
     paths = {
         "demos": args.offline_data_path,
         "suboptimal": args.suboptimal_data_path,
         "random": args.random_data_path,
     }
-    if args.learner and args.demo_path:
-        paths["demos"] = [args.demo_path]
-    episodes = {}
-    for source, source_paths in paths.items():
-        for path in source_paths:
-            rows = read_source(path, env)
-            if not args.learner and np.isfinite(rows["weights"][0]):
-                print(f"{path} has weights, which replace those of --demo-weight and quality")
-            episodes.setdefault(source, []).extend(split_episodes(rows))
-    if not episodes and args.needs_data():
+    if args.learner:
+        paths = {}
+        if args.initial_offline_ratio > 0:
+            paths["demos"] = [str(args.kept_rows_path())]
+    files = [(source, path, read_source(path, env)) for source in paths for path in paths[source]]
+    if not files and args.needs_data():
         if args.env_id != BUILT_IN:
             sys.exit(
                 f"there are no offline data for {args.env_id}: give --offline-data-path, which "
@@ -1507,23 +1473,38 @@ def load_offline_data(args, env):
             )
         for source in ("suboptimal", "random"):
             transitions = make_source(env, swing_up, source, args.seed)
-            episodes[source] = split_episodes(to_rows(transitions, env))
-    rate_episodes(args, episodes)
+            files.append((source, source, to_rows(transitions, env, source)))
 
+    episodes = []  # pairs: source, rows
     mean_returns = {}
-    for source, source_episodes in episodes.items():
-        returns = [episode["rewards"].sum() for episode in source_episodes]
-        mean_returns[source] = float(np.mean(returns))
-        if not args.learner:  # the kept rows of a warm-up are not whole episodes
-            print(f"{source}: {len(returns)} episodes, mean return {mean_returns[source]:.1f}")
-            if np.median([len(episode) for episode in source_episodes]) == 1:
-                print(f"warning: {source}: most episodes have one row: are the rows shuffled?")
-    training = sum(episodes.values(), [])
+    for source, path, rows in files:
+        parts = split_episodes(rows)
+        episodes += [(source, part) for part in parts]
+        mean_returns[path] = float(np.mean([part["rewards"].sum() for part in parts]))
+        if not args.learner:  # the rows that a warm-up kept are not whole episodes
+            returns = f"mean return {mean_returns[path]:.1f}"
+            print(f"{path}: {len(parts)} episodes, {len(rows)} rows, {returns}")
+    if episodes:
+        rate_episodes(args, episodes)
+    training = [rows for _, rows in episodes]
     heldout = []
     if args.early_stop_patience and not args.learner:  # warm-up: overfitting
         training, heldout = hold_out(training, args.offline_objective == "bc")
     no_rows = np.zeros(0, make_row_dtype(env))  # np.concatenate needs an array
     return np.concatenate([no_rows, *training]), np.concatenate([no_rows, *heldout]), mean_returns
+
+
+def hold_out(episodes, is_clone):  # warm-up: overfitting
+    """Hold out every tenth episode; for a clone, every tenth episode that it would imitate.
+    -> training episodes, held-out episodes"""
+    candidates = range(len(episodes))
+    if is_clone:
+        candidates = [i for i in candidates if episodes[i]["is_cloned"].any()]
+    heldout = candidates[9::10]
+    if not heldout:
+        sys.exit(f"--early-stop-patience needs ten episodes, and the data have {len(candidates)}")
+    training = [episode for i, episode in enumerate(episodes) if i not in heldout]
+    return training, [episodes[i] for i in heldout]
 
 
 def write_transitions(path, rows, env):
@@ -1534,16 +1515,6 @@ def write_transitions(path, rows, env):
         transition["actions"] = env_units(env, row["actions"])
         transitions.append(transition)
     path.write_bytes(pickle.dumps(transitions))
-
-
-def check_paths(args):
-    """Exit with a message before anything is written."""
-    if args.run_dir and Path(args.run_dir).exists() and not args.resume:
-        sys.exit(f"--run-dir {args.run_dir} already exists; runs are never overwritten")
-    if args.ends_after_warmup():
-        for path in (args.checkpoint_path, args.kept_rows_path()):
-            if Path(path).exists():
-                sys.exit(f"{path} already exists; the warm-up overwrites nothing")
 
 
 # --- video ---
@@ -1559,7 +1530,7 @@ def draw_pendulum(obs):
 
 
 def write_video(path, agent, env):
-    """A GIF of one evaluation episode, every fourth step"""
+    """A GIF of an episode without noise, every fourth step"""
     from PIL import Image
 
     pictures = []
@@ -1577,7 +1548,7 @@ def write_video(path, agent, env):
     try:
         draw(obs)
     except Exception as error:  # a renderer can raise any type
-        print(f"no {path.name}: {env.spec.id} cannot draw itself: {error}")
+        print(f"no {path.name}: {env.spec.id} cannot draw itself: {error!r}")
         return
     play_episode(env, act_and_film, VIDEO_SEED)
     frames = pictures[::4]
@@ -1600,7 +1571,7 @@ class Run:
 
     def __init__(self, args, rows=()):
         """`rows` are the metrics that a resumed run logged before."""
-        name = f"{Path(__file__).stem}__{args.seed}__{int(time.time())}_{os.getpid()}"
+        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
         self.dir = Path(args.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True, exist_ok=args.resume)
         self.rows = []
@@ -1684,7 +1655,7 @@ def titled_help():
 
 @dataclass
 class FirstOptions:
-    """The options on which the defaults of the others depend."""
+    """The defaults of the other options depend on these."""
 
     env_id: str = BUILT_IN
     preset: Literal[tuple(PRESETS)] = "design"
@@ -1695,7 +1666,9 @@ class FirstOptions:
 
 
 def default_options(env_id=BUILT_IN, preset="design") -> dict:
-    """Where the defaults of the command line differ from those of Args"""
+    """Where the defaults of the command line differ from those of Args: by PENDULUM in the built-in
+    task, then by the preset. In Python, Args(preset="wsrl") sets no other option: write
+    Args(**default_options(env_id, "wsrl"))."""
     options = {"env_id": env_id, "preset": preset}
     if env_id == BUILT_IN:
         options |= PENDULUM
@@ -1705,45 +1678,50 @@ def default_options(env_id=BUILT_IN, preset="design") -> dict:
     return options
 
 
-LEARNER = dict(  # --learner takes all other options from the first command
-    learner=True,
-    resume=False,
-    run_dir=None,
-    demo_path=None,
-    offline_data_path=[],
-    suboptimal_data_path=[],
-    random_data_path=[],
-)
-
-
-def saved_options(first: FirstOptions) -> dict:
-    """Options of the run that --resume continues, or of the warm-up that --learner continues"""
-    saved = {}
-    path = Path(first.run_dir or "", "args.json")
-    if first.resume and first.run_dir and path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8")) | dict(resume=True)
-    elif first.learner and first.checkpoint_path:
-        saved = read_checkpoint(first.checkpoint_path)["args"] | LEARNER
-        saved["checkpoint_path"] = first.checkpoint_path
-    return saved
+# The agent and the rows of a saved run depend on these options: they cannot change later.
+FIXED = (
+    "preset hidden_size layer_norm num_critics init_alpha gamma reward_scale "
+    "offline_data_path suboptimal_data_path random_data_path demo_weight success_weight_bonus "
+    "warmup_steps early_stop_patience offline_objective retention_ratio retention_by"
+).split()
+# --resume cannot change these either. A second command may choose them again.
+FIXED_IN_A_RUN = (
+    "env_id buffer_size use_prioritized_replay priority_alpha learner checkpoint_path demo_path"
+).split()
+FILES = "run_dir resume learner checkpoint_path demo_path".split()  # each command has its own
 
 
 def parse_args() -> Args:
-    """The defaults are the saved options, if there are any, else those of task and preset."""
+    """The defaults are the options of the run that --resume continues or of the warm-up that
+    --learner continues, else those of default_options."""
     first, _ = tyro.cli(FirstOptions, return_unknown_args=True, add_help=False)
-    saved = saved_options(first)
+    args_path = Path(first.run_dir or "", "args.json")
+    saved = {}
+    fixed = FIXED
+    if first.resume and first.run_dir and args_path.exists():
+        fixed = FIXED + FIXED_IN_A_RUN
+        saved = json.loads(args_path.read_text(encoding="utf-8"))
+    elif first.learner and first.checkpoint_path:
+        saved = read_checkpoint(first.checkpoint_path)["args"] | dict(run_dir=None, resume=False)
+    options = saved or default_options(first.env_id, first.preset)
     # Without __init__ there are no checks: the command line may correct a saved option.
     defaults = object.__new__(Args)
-    vars(defaults).update(asdict(Args()) | (saved or default_options(first.env_id, first.preset)))
+    vars(defaults).update(asdict(Args()) | options)
     args = tyro.cli(Args, description=__doc__, default=defaults)
-    if saved and args.preset != saved["preset"]:
-        sys.exit(
-            f"--preset cannot change here from {saved['preset']}: give the options that differ"
-        )
     for name, value in asdict(args).items():
-        if saved and name not in LEARNER and value != saved[name]:
-            print(f"changed: {flag(name)} {saved[name]} -> {value}")
+        before = saved.get(name, value)
+        if value == before:
+            continue
+        if name in fixed:
+            sys.exit(f"a saved run cannot change {flag(name)} from {before}")
+        if name not in FILES:
+            print(f"changed: {flag(name)} {before} -> {value}")
     return args
+
+
+def flag(name) -> str:
+    """The option of the command line for a field of Args"""
+    return "--" + name.replace("_", "-")
 
 
 def replace_text(path: Path, text: str):
@@ -1759,28 +1737,27 @@ def write_checkpoint(path: Path, state: dict):
     os.replace(f"{path}.tmp", path)
 
 
-def flag(name) -> str:
-    """The option of the command line for a field of Args"""
-    return "--" + name.replace("_", "-")
-
-
 def start_run(args, env, device) -> State:
     """Begin with new networks, or with --learner where the first command ended."""
-    check_paths(args)
+    new_paths = []
+    if args.run_dir and not args.resume:
+        new_paths.append(Path(args.run_dir))
+    if args.ends_after_warmup():
+        new_paths += [Path(args.checkpoint_path), args.kept_rows_path()]
+    for path in new_paths:
+        if path.exists():
+            sys.exit(f"{path} already exists; nothing is overwritten")
     for name, value in PRESETS[args.preset].items():
-        if getattr(args, name) != value:
-            print(
-                f"preset {args.preset} has {flag(name)} {value}: this run has {getattr(args, name)}"
-            )
+        own_value = getattr(args, name)
+        if own_value != value:
+            print(f"preset {args.preset} has {flag(name)} {value}: this run has {own_value}")
     rows, heldout_rows, data_returns = load_offline_data(args, env)
     offline_rb = make_buffer(args, len(rows), env)
     offline_rb.extend(rows)
     online_rb = make_buffer(args, args.buffer_size, env)
     progress = Progress(data_returns=data_returns, heldout=to_tensors(heldout_rows, "cpu"))
     if args.learner:
-        checkpoint = read_checkpoint(args.checkpoint_path)
-        refuse_changes(args, checkpoint["args"], FIXED_NETWORKS)
-        agent = WarmupAgent.load(checkpoint, device, args)
+        agent = WarmupAgent.load(args.checkpoint_path, device, args)
         progress.warmup_updates = agent.updates
         progress.is_online = True
     else:
@@ -1788,22 +1765,18 @@ def start_run(args, env, device) -> State:
         agent = WarmupAgent(mean, std, len(env.action_scale), device, args)
 
     # The folder is made after all files were read: if one cannot be used, there is no new folder.
-    if args.exp_name and not args.run_dir:
-        name = f"{args.exp_name}__{args.seed}__{int(time.time())}_{os.getpid()}"
-        args = replace(args, run_dir=f"runs/{name}")
     state = State(Run(args), agent, offline_rb, online_rb, progress)
     if args.warmup_steps == 0 and not args.learner:
         end_warmup(state)
-    first_row = {"global_step": progress.global_step, "charts/env_steps": 0}
-    state.run.log(first_row | evaluate_policy(agent, env, args.eval_episodes))
-    progress.newest = state.run.rows[0] | {"losses/skipped_steps": agent.skipped_steps.item()}
+    row = evaluate_policy(agent, env, args.eval_episodes)
+    state.run.log({"global_step": progress.global_step, "charts/env_steps": 0} | row)
     return state
 
 
 def hand_over(agent, offline_rb, env):
     """Write the two files that --learner reads, the agent last: if it exists, both are complete."""
     checkpoint_path = Path(agent.args.checkpoint_path)
-    kept_rows_path = Path(agent.args.kept_rows_path())
+    kept_rows_path = agent.args.kept_rows_path()
     if not checkpoint_path.exists():
         for path in (checkpoint_path, kept_rows_path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -1823,31 +1796,11 @@ def save_run(state):
     write_checkpoint(state.run.dir / "latest.pth", checkpoint)
 
 
-# A checkpoint depends on these options. --learner and --resume cannot change the first ones, and
-# --resume cannot change the others.
-FIXED_NETWORKS = "hidden_size layer_norm num_critics init_alpha".split()
-OTHER_FIXED = (
-    "env_id offline_data_path suboptimal_data_path random_data_path demo_path checkpoint_path "
-    "learner demo_weight success_weight_bonus gamma buffer_size use_prioritized_replay "
-    "priority_alpha warmup_steps early_stop_patience offline_objective retention_ratio "
-    "retention_by"
-).split()
-
-
-def refuse_changes(args, saved: dict, names):
-    for name in names:
-        if getattr(args, name) != saved[name]:
-            sys.exit(f"a saved run cannot change {flag(name)} from {saved[name]}")
-
-
 def load_run(args, env, device) -> State:
     """Continue a run from its latest.pth."""
     saved = torch.load(Path(args.run_dir, "latest.pth"), map_location="cpu", weights_only=True)
-    refuse_changes(args, saved["agent"]["args"], FIXED_NETWORKS + OTHER_FIXED)
     agent = WarmupAgent.load(saved["agent"], device, args)
     progress = Progress(**saved["progress"])
-    for losses in progress.losses:
-        losses |= {name: value.to(device) for name, value in losses.items()}
     offline_rb = make_buffer(args, len(saved["offline_rb"]["priorities"]), env)
     offline_rb.load_state_dict(saved["offline_rb"])
     online_rb = make_buffer(args, args.buffer_size, env)
@@ -1876,11 +1829,9 @@ class Signals:
     def __init__(self):
         self.received = False
         self.previous_handlers = {}
-        try:
+        if threading.current_thread() is threading.main_thread():  # others get no signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self.previous_handlers[number] = signal.signal(number, self.handle)
-        except ValueError:
-            pass  # this is not the main thread, where Python handles signals
 
     def handle(self, number, frame):
         self.received = True

@@ -203,7 +203,7 @@ BAD = {  # flags that make no sense, options that would be ignored among them; t
         --num-critics 1 --num-sampled-critics 2 | --num-demos 0 --algorithm bc | --env-id Pendulum-v1 --human expert""",
     "wsrl_warmup": """--offline-decay-rate 1.5 | --batch-size 0 | --preset nonsense | --lr nan | --resume
         --retention-ratio 0 --min-offline-ratio 0.5 | --initial-offline-ratio 0.5 --min-offline-ratio 0.9
-        --learner | --learner --checkpoint-path absent | --warmup-steps -1""",
+        --learner | --checkpoint-path absent --learner --online-steps 0 | --warmup-steps -1""",
 }
 
 

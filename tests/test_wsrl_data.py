@@ -62,11 +62,11 @@ def test_npz_reaches_the_buffer(tmp_path, capsys):
     rows, _, returns = load(path)
     # the environment's +-2 is the policy's +-1
     assert rows["actions"][:, 0] == pytest.approx(np.linspace(-1, 1, 6))
-    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {"demos": 1.0}
+    assert rows["masks"].tolist() == [1, 1, 1, 1, 1, 0] and returns == {path: 1.0}
     assert rows["returns"] == pytest.approx(return_to_go(LAST, 0.99))
     # demos, quality (1 + 0.5 + 0.5) / 3, success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 2 / 3) * 1.5)
-    assert capsys.readouterr().out == "demos: 1 episodes, mean return 1.0\n"
+    assert capsys.readouterr().out == f"{path}: 1 episodes, 6 rows, mean return 1.0\n"
     rows, *_ = load(save(tmp_path / "b.npz", walk(dones=LAST)))
     assert (rows["masks"] == 1).all()  # cut off: it bootstraps, and is no success
     assert rows["weights"] == pytest.approx(2 * (0.5 + 1 / 3))
@@ -75,7 +75,8 @@ def test_npz_reaches_the_buffer(tmp_path, capsys):
 def test_a_file_needs_masks_or_dones(tmp_path, capsys):
     columns = walk()
     del columns["masks"], columns["dones"]
-    refused(save(tmp_path / "a.npz", columns), "neither masks nor dones")
+    refused(save(tmp_path / "a.npz", columns), "masks or dones")
+    capsys.readouterr()
     rows = read_source(save(tmp_path / "b.npz", columns | dict(masks=1.0 - LAST)), ENV)
     assert rows["dones"].tolist() == [0, 0, 0, 0, 0, 1] and capsys.readouterr().out == ""
     rows = read_source(save(tmp_path / "c.npz", columns | dict(dones=LAST)), ENV)
@@ -90,17 +91,16 @@ def test_three_sources_with_a_path_and_a_weight_each(tmp_path):
     # one return only: quality is (0 + 0.5 + 0.5) / 3, so its factor is 5/6
     weights = np.array([2.0, 2.0, 1.0, 0.5]).repeat(6) * 5 / 6
     assert rows["weights"] == pytest.approx(weights)
-    assert list(returns) == ["demos", "suboptimal", "random"]
+    assert list(returns) == [a, b, c, d]
     args = Args(offline_data_path=[a], demo_weight=3.5)
     assert load_offline_data(args, ENV)[0]["weights"] == pytest.approx(3.5 * 5 / 6)
 
 
-def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path, capsys):
+def test_columns_that_a_file_has_are_kept_and_the_others_are_filled(tmp_path):
     """With weights and without returns, Cal-QL would have raised the policy's values to 0."""
     columns = walk(dones=LAST, rewards=-np.ones(6))
     rows, *_ = load(save(tmp_path / "a.npz", columns | dict(weights=np.arange(6) + 1.0)))
     assert rows["weights"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert "has weights, which replace those of --demo-weight" in capsys.readouterr().out
     assert rows["returns"] == pytest.approx(return_to_go(-np.ones(6), 0.99))
     assert rows["quality"] == pytest.approx((0 + 0.5 + 0.5) / 3)
     rows, *_ = load(save(tmp_path / "b.npz", columns | dict(returns=np.arange(6) - 9.0)))
@@ -177,7 +177,7 @@ def test_observations_with_several_keys_are_joined_like_those_of_the_environment
     obs, _ = env.reset(seed=0)
     raw = dict(observation=np.float32([0.1, 0.2]), desired_goal=np.float32([0.3, 0.4]))
     row = dict(observations=raw, next_observations=raw, actions=np.zeros(1), rewards=0, dones=True)
-    assert to_rows([row], env)["obs"][0] == pytest.approx(obs)
+    assert to_rows([row], env, "a.pkl")["obs"][0] == pytest.approx(obs)
     assert obs.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
@@ -204,14 +204,29 @@ def test_nested_observations_are_refused_by_name():
         make_gym_env("Nested-v0")
 
 
-def test_discrete_observations_are_refused_by_name():
-    class Grid(gym.Env):
-        observation_space = gym.spaces.Discrete(5)
+@pytest.mark.parametrize("name", ["Discrete", "Tuple"])
+def test_observations_that_are_no_vectors_are_refused_by_name(name):
+    spaces = dict(Discrete=gym.spaces.Discrete(5))
+    spaces["Tuple"] = gym.spaces.Tuple([gym.spaces.Box(-1, 1, (2,))])
+
+    class Odd(gym.Env):
+        observation_space = spaces[name]
         action_space = gym.spaces.Box(-1, 1, (1,))
 
-    gym.register("Grid-v0", Grid)
-    with pytest.raises(SystemExit, match="Discrete"):
-        make_gym_env("Grid-v0")
+    gym.register(f"{name}-v0", Odd)
+    with pytest.raises(SystemExit, match=f"state as {name}"):
+        make_gym_env(f"{name}-v0")
+
+
+def test_an_observation_that_is_one_number_or_one_column_fits():
+    class Scalar(gym.Env):
+        observation_space = gym.spaces.Dict(
+            number=gym.spaces.Box(-1, 1, ()), column=gym.spaces.Box(-1, 1, (3, 1))
+        )
+        action_space = gym.spaces.Box(-1, 1, (1,))
+
+    gym.register("Scalar-v0", Scalar)
+    assert make_gym_env("Scalar-v0").observation_space.shape == (4,)
 
 
 def test_a_constant_observation_has_a_spread_of_one():
@@ -283,7 +298,7 @@ def test_hostile_and_damaged_files_end_in_one_line(tmp_path):
     [
         (dict(observations=np.zeros((6, 4))), ["observations of row 0", "expected 3"]),
         (dict(actions=np.zeros((6, 2))), ["actions of row 0", "expected 1"]),
-        (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2"]),
+        (dict(rewards=np.array([0, 1, np.nan, 1, 1, 1])), ["rewards of row 2", "nan"]),
         (dict(next_observations=np.full((6, 3), np.inf)), ["next_observations of row 0"]),
         (dict(actions=np.array(["a"] * 6)[:, None]), ["actions: expected numbers in each row"]),
         (dict(rewards=np.zeros(5)), ["shorter"]),
@@ -393,14 +408,23 @@ def test_a_trajectory_cut_in_two_is_two(tmp_path):
     assert [len(episode) for episode in split_episodes(ended)] == [2, 2, 2]
 
 
-def test_shuffled_rows_are_reported(tmp_path, capsys):
+def test_the_number_of_episodes_shows_that_rows_are_shuffled(tmp_path, capsys):
     """Each of their episodes has one row, and its return is a reward."""
     order = np.random.default_rng(0).permutation(30)
     columns = walk(30)
     load(save(tmp_path / "a.npz", columns))
-    assert "shuffled" not in capsys.readouterr().out
+    assert "a.npz: 1 episodes, 30 rows" in capsys.readouterr().out
     load(save(tmp_path / "b.npz", {name: column[order] for name, column in columns.items()}))
-    assert "demos: most episodes have one row: are the rows shuffled?" in capsys.readouterr().out
+    assert "b.npz: 30 episodes, 30 rows" in capsys.readouterr().out
+
+
+def test_actions_out_of_bounds_are_clipped_and_their_share_is_printed(tmp_path, capsys):
+    rows = read_source(save(tmp_path / "a.npz", walk(actions=np.full((6, 1), 2.0002))), ENV)
+    assert (rows["actions"] == 1).all() and capsys.readouterr().out == ""  # a matter of rounding
+    actions = np.array([[-2.5], [2], [0], [0], [0], [9]])
+    rows = read_source(save(tmp_path / "b.npz", walk(actions=actions)), ENV)
+    assert rows["actions"][:, 0].tolist() == [-1, 1, 0, 0, 0, 1]
+    assert "b.npz: 33.3% of the actions are out of bounds" in capsys.readouterr().out
 
 
 def test_a_next_observation_may_differ_by_rounding(tmp_path):
@@ -467,7 +491,8 @@ def test_make_data_writes_each_source_once(tmp_path, monkeypatch):
     names["random_data_path"] = "random"
     paths = {option: [f"{tmp_path}/data/{name}.pkl"] for option, name in names.items()}
     rows, _, returns = load_offline_data(Args(**paths), ENV)
-    assert len(rows) == 600 and returns["demos"] > returns["suboptimal"] > returns["random"]
+    demos, suboptimal, random = returns.values()
+    assert len(rows) == 600 and demos > suboptimal > random
     with pytest.raises(FileExistsError):  # nothing is overwritten
         wsrl_warmup.main(args)
     with pytest.raises(SystemExit, match="--expert-path"):
