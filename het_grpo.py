@@ -171,9 +171,7 @@ class Args:
     env: str = "lock"  # lock, a Gymnasium id, module:Class, file.py:Class, file.py:Class{"size": 5}
     num_train_tasks: int = 240  # number of training tasks; the held-out tasks follow them
     max_turns: int = 7  # actions per episode
-    success_reward: float = (
-        1.0  # least return of a success, if the environment has no info["success"]
-    )
+    success_reward: float = 1.0  # lowest return of a success, without info["success"]
     # model
     model_name: str | None = None  # name or folder of a causal LM (None: a tiny Llama from scratch)
     chat_template: bool = False  # format each prompt as a user message
@@ -199,9 +197,7 @@ class Args:
     # experience: notes before the question
     method: Method = "het"  # who gets advice and who keeps it, see above; sft: imitation
     enable: bool = True  # use advice; --no-enable is --method baseline
-    val_rollout_expmode: RolloutMode | None = (
-        None  # who gets advice in evaluation (None: see method)
-    )
+    val_rollout_expmode: RolloutMode | None = None  # who gets advice in evaluation
     train_rollout_expmode: RolloutMode | None = None  # and in training; woexp: without experience
     rollout_expratio: float = 0.5  # mixed: share of the episodes that get advice
     train_sample_expmode: SampleMode | None = None  # what samples do with it (None: see method)
@@ -732,7 +728,7 @@ class ExperiencePool:
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
-        print(f"{option} gave {result!r:.300}; the run goes on without what it cannot use")
+        print(f"{option} returned {result!r:.300}; the run goes on without what it cannot use")
 
     def search(self, question: str) -> str:
         """Notes whose topics share the most words with the question; rare words count more."""

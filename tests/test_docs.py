@@ -446,7 +446,6 @@ def test_the_table_of_the_readme_is_the_raw_data():
         found = last_values("wsrl_study.csv", "return", "env_steps", **wanted)
         return f"−{-np.mean(list(found.values())):.0f}"
 
-    assert percent(vault("HET", "unguided")) == percent(vault("HET", "guided"))
     imitation = vault("imitation", "unguided")
     for seed, success in vault("imitation", "guided").items():
         imitation[seed] = (imitation[seed] + success) / 2
@@ -461,7 +460,8 @@ def test_the_table_of_the_readme_is_the_raw_data():
             f"imitation {percent(replay('noisy', 'rejection sampling'))})",
         ],
         "het_grpo.md) | vaults": [
-            f"{percent(vault('HET', 'unguided'))} success, with notes as without",
+            f"{percent(vault('HET', 'unguided'))} success",
+            f"{percent(vault('HET', 'guided'))} with notes",
             f"imitation {percent(imitation)}",
             f"imitation gets to {lock('sft')}",
         ],
