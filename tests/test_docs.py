@@ -465,7 +465,7 @@ def test_the_table_of_the_readme_is_the_raw_data():
             f"imitation {percent(imitation)}",
             f"imitation gets to {lock('sft')}",
         ],
-        "het_grpo.md) | opening locks: 7": [lock("baseline + replay"), lock("baseline")],
+        "het_grpo.md) | opening locks: 8": [lock("baseline + replay"), lock("baseline")],
         "sac_hybrid.md": [
             robot("demos + interventions"),
             f"corrections: {robot('demos only')}",
