@@ -1097,14 +1097,14 @@ def main(args: Args) -> dict[str, float]:
     policy = player.policy
     pool = player.pool
     if args.model_name is None:
-        practice(player)
+        practice(player)  # a checkpoint then replaces the weights, except those that LoRA freezes
     optimizer = prepare_training(policy, args, device)
     manager = ExperienceManager(args)
     mix = ExperienceMixCollateFn(args, manager, tasks)
 
-    # A checkpoint holds the state of these, the weights, the optimizer, and the logged metrics.
+    # A checkpoint holds weights, optimizer, logged metrics, and the state of these three parts.
     parts = dict(pool=pool, manager=manager, mix=mix)
-    state = dict(iteration=0)
+    state = dict(iteration=0)  # load_checkpoint adds what it finds
     logged_rows = load_checkpoint(policy, optimizer, state, args)
     run = Run(args, logged_rows)
     if logged_rows:
@@ -1202,8 +1202,8 @@ def main(args: Args) -> dict[str, float]:
         print_status(progress, iteration, metrics, options)
         is_interrupted = any_rank(signals.received, device)
         if is_last or is_interrupted or iteration % args.save_every == 0:
-            state = {name: part.state_dict() for name, part in parts.items()}
-            save_checkpoint(run, policy, optimizer, state | dict(iteration=iteration))
+            states = {name: part.state_dict() for name, part in parts.items()}
+            save_checkpoint(run, policy, optimizer, states | dict(iteration=iteration))
         if is_interrupted and not is_last:
             progress.close()
             print(f"stopped and saved; continue with --run-dir {run.dir} --resume")
@@ -1860,6 +1860,11 @@ def check_method(args):
             raise ValueError(f"--method {args.method} contradicts {as_typed(args, name)}")
 
 
+def refuse_if(condition, message: str):
+    if condition:
+        raise ValueError(message)
+
+
 def check_options(args):
     """Raise ValueError if a value makes no sense. tyro prints it as a command-line error."""
     for name in POSITIVE:
@@ -1886,45 +1891,58 @@ def check_options(args):
     is_bfloat16 = args.weights_dtype == "bfloat16"
     num_keeping = num_chosen(args.num_tasks, args.train_sample_keepratio)
     num_replayed = num_chosen(args.num_tasks, args.exp_ratio)
-    problems = {
-        "--imitate-iterations contradicts --no-enable, --method sft and --train-rollout-expmode "
-        "all": args.imitate_iterations
+    refuse_if(
+        args.imitate_iterations
         and (not args.enable or args.method == "sft" or args.train_rollout_expmode == "all"),
+        "--imitate-iterations contradicts --no-enable, --method sft and --train-rollout-expmode "
+        "all",
+    )
+    refuse_if(
+        args.method == "het" and not 0 < num_keeping < args.num_tasks,
         f"--train-sample-keepratio {args.train_sample_keepratio}: {num_keeping} of "
-        f"{args.num_tasks} tasks keep the advice, and --method het needs both kinds": (
-            args.method == "het" and not 0 < num_keeping < args.num_tasks
-        ),
-        f"--exp-ratio {args.exp_ratio} of {args.num_tasks} tasks is no task": (
-            args.use_experience_replay and args.exp_ratio > 0 and num_replayed == 0
-        ),
-        f"--exp-select-mode {args.exp_select_mode} needs replay or imitation": (
-            args.exp_select_mode != "argmin" and not (imitates or args.use_experience_replay)
-        ),
-        f"--experience-pool: there is no file {args.experience_pool}": (
-            args.experience_pool and not Path(args.experience_pool).is_file()
-        ),
-        "--experience-template needs exactly one {}": args.experience_template.count("{}") != 1,
-        "--group-size must be at least 2: rewards are compared within a group": (
-            args.group_size == 1 and args.method != "sft"
-        ),
-        "imitation cannot be combined with --use-experience-replay": (
-            imitates and args.use_experience_replay
-        ),
-        "--num-train-tasks must be at least --num-tasks": args.num_tasks > args.num_train_tasks,
-        "--chat-template needs --max-turn-tokens 2 or more: one is for the end": (
-            args.chat_template and args.max_turn_tokens == 1
-        ),
+        f"{args.num_tasks} tasks keep the advice, and --method het needs both kinds",
+    )
+    refuse_if(
+        args.use_experience_replay and args.exp_ratio > 0 and num_replayed == 0,
+        f"--exp-ratio {args.exp_ratio} of {args.num_tasks} tasks is no task",
+    )
+    refuse_if(
+        args.exp_select_mode != "argmin" and not (imitates or args.use_experience_replay),
+        f"--exp-select-mode {args.exp_select_mode} needs replay or imitation",
+    )
+    refuse_if(
+        args.experience_pool and not Path(args.experience_pool).is_file(),
+        f"--experience-pool: there is no file {args.experience_pool}",
+    )
+    refuse_if(
+        args.experience_template.count("{}") != 1, "--experience-template needs exactly one {}"
+    )
+    refuse_if(
+        args.group_size == 1 and args.method != "sft",
+        "--group-size must be at least 2: rewards are compared within a group",
+    )
+    refuse_if(
+        imitates and args.use_experience_replay,
+        "imitation cannot be combined with --use-experience-replay",
+    )
+    refuse_if(
+        args.num_tasks > args.num_train_tasks, "--num-train-tasks must be at least --num-tasks"
+    )
+    refuse_if(
+        args.chat_template and args.max_turn_tokens == 1,
+        "--chat-template needs --max-turn-tokens 2 or more: one is for the end",
+    )
+    refuse_if(
+        args.batch_size % args.num_parts,
         f"--num-tasks x --group-size must be a multiple of {args.num_parts}: --num-minibatches "
-        "x --gradient-accumulation-steps x processes of torchrun": args.batch_size % args.num_parts,
-        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
-        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
-        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
-            is_bfloat16 and not (args.lora_rank and args.bf16)
-        ),
-    }
-    for message, has_problem in problems.items():
-        if has_problem:
-            raise ValueError(message)
+        "x --gradient-accumulation-steps x processes of torchrun",
+    )
+    refuse_if(args.fsdp and world_size() == 1, "--fsdp needs torchrun with two processes or more")
+    refuse_if(args.fsdp and args.lora_rank, "--fsdp with --lora-rank is not supported")
+    refuse_if(
+        is_bfloat16 and not (args.lora_rank and args.bf16),
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights",
+    )
 
 
 @dataclass

@@ -840,26 +840,32 @@ def check_args(args: Args):
 
 
 # v1: all
+def refuse_if(condition, message: str):
+    if condition:
+        raise ValueError(message)
+
+
 def check_v1_args(args: Args):
     num_steps = args.update_epochs * args.num_minibatches
     is_bfloat16 = args.weights_dtype == "bfloat16"
-    problems = {
-        "--resume needs --run-dir": args.resume and not args.run_dir,
-        "--warmup-steps must be below --num-iterations": args.warmup_steps >= args.num_iterations,
-        "--ref-kl-target needs a --kl-coef to start from": args.ref_kl_target and not args.kl_coef,
-        "--target-kl does nothing with one step per update: it is measured before the step": (
-            args.target_kl and num_steps == 1
-        ),
-        "--dual-clip must be above 1": args.dual_clip and args.dual_clip <= 1,
-        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
-        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
-        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
-            is_bfloat16 and not (args.lora_rank and args.bf16)
-        ),
-    }
-    for message, has_problem in problems.items():
-        if has_problem:
-            raise ValueError(message)
+    refuse_if(args.resume and not args.run_dir, "--resume needs --run-dir")
+    refuse_if(
+        args.warmup_steps >= args.num_iterations, "--warmup-steps must be below --num-iterations"
+    )
+    refuse_if(
+        args.ref_kl_target and not args.kl_coef, "--ref-kl-target needs a --kl-coef to start from"
+    )
+    refuse_if(
+        args.target_kl and num_steps == 1,
+        "--target-kl does nothing with one step per update: it is measured before the step",
+    )
+    refuse_if(args.dual_clip and args.dual_clip <= 1, "--dual-clip must be above 1")
+    refuse_if(args.fsdp and world_size() == 1, "--fsdp needs torchrun with two processes or more")
+    refuse_if(args.fsdp and args.lora_rank, "--fsdp with --lora-rank is not supported")
+    refuse_if(
+        is_bfloat16 and not (args.lora_rank and args.bf16),
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights",
+    )
 
 
 # --- task: prompts, answers, scores ---

@@ -1264,26 +1264,32 @@ def check_args(args: Args):
 
 
 # v1: all
+def refuse_if(condition, message: str):
+    if condition:
+        raise ValueError(message)
+
+
 def check_v1_args(args: Args):
     num_steps = args.update_epochs * args.num_minibatches
     is_bfloat16 = args.weights_dtype == "bfloat16"
-    problems = {
-        "--resume needs --run-dir": args.resume and not args.run_dir,
-        "--warmup-steps must be below --num-iterations": args.warmup_steps >= args.num_iterations,
-        "--ref-kl-target needs a --kl-coef to start from": args.ref_kl_target and not args.kl_coef,
-        "--target-kl does nothing with one step per update: it is measured before the step": (
-            args.target_kl and num_steps == 1
-        ),
-        "--dual-clip must be above 1": args.dual_clip and args.dual_clip <= 1,
-        "--fsdp needs torchrun with two processes or more": args.fsdp and world_size() == 1,
-        "--fsdp with --lora-rank is not supported": args.fsdp and args.lora_rank,
-        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights": (
-            is_bfloat16 and not (args.lora_rank and args.bf16)
-        ),
-    }
-    for message, has_problem in problems.items():
-        if has_problem:
-            raise ValueError(message)
+    refuse_if(args.resume and not args.run_dir, "--resume needs --run-dir")
+    refuse_if(
+        args.warmup_steps >= args.num_iterations, "--warmup-steps must be below --num-iterations"
+    )
+    refuse_if(
+        args.ref_kl_target and not args.kl_coef, "--ref-kl-target needs a --kl-coef to start from"
+    )
+    refuse_if(
+        args.target_kl and num_steps == 1,
+        "--target-kl does nothing with one step per update: it is measured before the step",
+    )
+    refuse_if(args.dual_clip and args.dual_clip <= 1, "--dual-clip must be above 1")
+    refuse_if(args.fsdp and world_size() == 1, "--fsdp needs torchrun with two processes or more")
+    refuse_if(args.fsdp and args.lora_rank, "--fsdp with --lora-rank is not supported")
+    refuse_if(
+        is_bfloat16 and not (args.lora_rank and args.bf16),
+        "--weights-dtype bfloat16 needs --lora-rank and --bf16: it is for frozen weights",
+    )
 
 
 # v2: all
@@ -1306,57 +1312,66 @@ def check_v2_args(args: Args):
     num_drawn = args.draws_per_update()
     log = Path(args.replay_from or "")
     is_resumed = args.resume and Path(args.run_dir or "", "checkpoint.pt").exists()
-    problems = {
-        "--rollout-lag copies whole weights, which --fsdp does not have": (
-            args.rollout_lag and args.fsdp
-        ),
-        "--clip-coef-high and --dual-clip do nothing with a lag": (
-            args.rollout_lag and (args.clip_coef_high or args.dual_clip)
-        ),
-        "--ref-kl-target needs a KL, which stale tokens do not measure: no lag": (
-            args.rollout_lag and args.ref_kl_target
-        ),
-        "--correction m2po needs a whole minibatch at once, in one process": (
-            rule == "m2po" and has_stale_tokens and is_split
-        ),
-        "--correction and --correction-limit need a lag or a replay buffer": (
-            not has_stale_tokens and (args.correction != "auto" or args.correction_limit)
-        ),
-        f"--correction {rule} has no --correction-limit": (
-            args.correction_limit and rule not in LIMITS
-        ),
-        "--replay-buffer-size is below --min-replay-size": (
-            args.replay_buffer_size < args.min_replay_size
-        ),
+    refuse_if(
+        args.rollout_lag and args.fsdp,
+        "--rollout-lag copies whole weights, which --fsdp does not have",
+    )
+    refuse_if(
+        args.rollout_lag and (args.clip_coef_high or args.dual_clip),
+        "--clip-coef-high and --dual-clip do nothing with a lag",
+    )
+    refuse_if(
+        args.rollout_lag and args.ref_kl_target,
+        "--ref-kl-target needs a KL, which stale tokens do not measure: no lag",
+    )
+    refuse_if(
+        rule == "m2po" and has_stale_tokens and is_split,
+        "--correction m2po needs a whole minibatch at once, in one process",
+    )
+    refuse_if(
+        not has_stale_tokens and (args.correction != "auto" or args.correction_limit),
+        "--correction and --correction-limit need a lag or a replay buffer",
+    )
+    refuse_if(
+        args.correction_limit and rule not in LIMITS,
+        f"--correction {rule} has no --correction-limit",
+    )
+    refuse_if(
+        args.replay_buffer_size < args.min_replay_size,
+        "--replay-buffer-size is below --min-replay-size",
+    )
+    refuse_if(
+        args.use_replay_buffer and not args.replay_from and args.min_replay_size > most_fresh,
         "--min-replay-size is never reached: the buffer holds --batch-size rollouts of each of "
-        "the last --staleness-threshold iterations": (
-            args.use_replay_buffer and not args.replay_from and args.min_replay_size > most_fresh
-        ),
-        "--replay-buffer-size is below --replay-start-size": (
-            args.replay_buffer_size < (args.replay_start_size or 0)
-        ),
-        "--replay-grow-iteration needs --replay-start-size": (
-            args.replay_grow_iteration != Args.replay_grow_iteration and not args.replay_start_size
-        ),
-        "--priority-alpha needs --use-priority-sampling": (
-            args.priority_alpha != Args.priority_alpha and not args.use_priority_sampling
-        ),
-        "--priority-beta must be from 0 to 1": args.priority_beta > 1,
-        "--adaptive-reuse does nothing with one step per update: the KL is measured before it": (
-            args.adaptive_reuse and num_steps == 1
-        ),
-        "--new-samples-ratio must be below 1": (args.new_samples_ratio or 0) >= 1,
+        "the last --staleness-threshold iterations",
+    )
+    refuse_if(
+        args.replay_buffer_size < (args.replay_start_size or 0),
+        "--replay-buffer-size is below --replay-start-size",
+    )
+    refuse_if(
+        args.replay_grow_iteration != Args.replay_grow_iteration and not args.replay_start_size,
+        "--replay-grow-iteration needs --replay-start-size",
+    )
+    refuse_if(
+        args.priority_alpha != Args.priority_alpha and not args.use_priority_sampling,
+        "--priority-alpha needs --use-priority-sampling",
+    )
+    refuse_if(args.priority_beta > 1, "--priority-beta must be from 0 to 1")
+    refuse_if(
+        args.adaptive_reuse and num_steps == 1,
+        "--adaptive-reuse does nothing with one step per update: the KL is measured before it",
+    )
+    refuse_if((args.new_samples_ratio or 0) >= 1, "--new-samples-ratio must be below 1")
+    refuse_if(
+        args.use_replay_buffer and num_drawn < args.num_parts(),
         f"--replay-sample-size or --new-samples-ratio: {num_drawn} drawn rollouts are too few; "
-        f"{args.num_parts()} are needed, one for each micro-batch": (
-            args.use_replay_buffer and num_drawn < args.num_parts()
-        ),
-        f"--replay-from: {log} does not exist, or is empty": (
-            args.replay_from and not is_resumed and not (log.is_file() and log.stat().st_size)
-        ),
-    }
-    for message, has_problem in problems.items():
-        if has_problem:
-            raise ValueError(message)
+        f"{args.num_parts()} are needed, one for each micro-batch",
+    )
+    refuse_if(
+        args.replay_from and not is_resumed and not (log.is_file() and log.stat().st_size),
+        f"--replay-from: {log} does not exist, or is empty",
+    )
 
 
 # --- task: prompts, answers, scores ---
