@@ -111,6 +111,7 @@ MAX_NOTES = 1_000  # a full pool drops the oldest note
 MAX_TRAJECTORIES_PER_TASK = 8  # recorded successes
 TIME_LIMIT = 300.0  # seconds that a summarizer may take
 RETRIEVER_TIME_LIMIT = 10.0  # seconds that a retriever may take for a question
+MAX_TIMEOUTS = 3  # after so many time-outs a function is not called again
 WARM_START_STEPS = 400  # supervised steps of the tiny model before training, in `practice`
 PRACTICE = 1_000_000  # it practices on tasks from this number on; each of these locks has a secret
 
@@ -435,10 +436,10 @@ def plan_episodes(tasks, replayed: list[Trajectory], args, iteration: int, rng):
 def weaken_stripped_failures(batch: dict):
     """Multiply negative advantages of stripped tokens by pi(y|question) / pi(y|advice, question).
 
-    The token was sampled with the advice, but is trained without it. The factor is the importance
+    The token y was sampled with the advice, but is trained without it. The factor is the importance
     weight between the two prompts, at most 1. So a token that was likely only because of the advice
     is hardly made less likely. Positive advantages stay, because stripping is meant to make such
-    tokens likely without advice.
+    tokens likely without advice. The advantages of a group then no longer add up to 0.
     """
     is_stripped = (batch["exp_mask"] == 1) & (batch["replay_mask"] == 0)
     weights = (batch["old_logprobs"] - batch["sampler_logprobs"]).exp().clamp(max=1.0)
@@ -680,6 +681,7 @@ class ExperiencePool:
     def __init__(self, args):
         self.records: list[dict] = []  # notes: topic and text
         self.num_failed_calls = 0  # on this rank
+        self.num_timeouts = Counter()  # by option
         self.ask = None  # function(prompts) -> answers of the policy; make_player sets it
         # A note must not contain the template. We look for the longer half of it.
         self.template_text = max(args.experience_template.split("{}"), key=len).strip()
@@ -706,7 +708,7 @@ class ExperiencePool:
     def fill_pool(self, trajectories: list[Trajectory]):
         """Add what the summarizer writes about these episodes. Only rank 0 asks the summarizer."""
         notes = []
-        if rank() == 0:
+        if rank() == 0 and self.num_timeouts["--summarizer"] < MAX_TIMEOUTS:
             episodes = [episode_of(t) for t in trajectories]
             result = call_within_limit(TIME_LIMIT, self.summarizer, episodes, self.ask)
             written = result if isinstance(result, list) else [result]
@@ -720,6 +722,8 @@ class ExperiencePool:
         """Advice for a question, "" if there is none."""
         if self.retriever is None:
             return self.search(question)
+        if self.num_timeouts["--retriever"] == MAX_TIMEOUTS:
+            return ""
         advice = call_within_limit(RETRIEVER_TIME_LIMIT, self.retriever, question, RETRIEVE_TOP_K)
         if isinstance(advice, str):
             return str(advice)  # a checkpoint cannot hold a subclass such as numpy.str_
@@ -728,7 +732,10 @@ class ExperiencePool:
 
     def count_failure(self, option: str, result):
         self.num_failed_calls += 1
+        self.num_timeouts[option] += isinstance(result, TimeoutError)
         print(f"{option} returned {result!r:.300}; the run goes on without what it cannot use")
+        if self.num_timeouts[option] == MAX_TIMEOUTS:
+            print(f"{MAX_TIMEOUTS} calls took too long: {option} is not called again")
 
     def search(self, question: str) -> str:
         """Notes whose topics share the most words with the question; rare words count more."""
@@ -1424,11 +1431,13 @@ def load_object(place: str):
 
 def call_within_limit(seconds: float, function, *inputs):
     """What a user's function returns. If it fails, Python prints its error."""
-    results = [RuntimeError(f"an error, or no result within {seconds:.0f} seconds")]
+    results = [RuntimeError("an error")]
     # A daemon thread: a call that hangs cannot keep the process alive.
     thread = threading.Thread(target=lambda: results.append(function(*inputs)), daemon=True)
     thread.start()
     thread.join(seconds)
+    if thread.is_alive():
+        return TimeoutError(f"no result within {seconds:.0f} seconds")
     return results[-1]
 
 

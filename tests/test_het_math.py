@@ -185,8 +185,10 @@ def test_a_summarizer_that_returns_nonsense_is_counted(result, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("function", [fail, hang])
-def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(function, capsys, monkeypatch):
+@pytest.mark.parametrize("function, words", [(fail, "an error"), (hang, "within 0 seconds")])
+def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(
+    function, words, capsys, monkeypatch
+):
     monkeypatch.setattr(het, "TIME_LIMIT", 0.05)
     monkeypatch.setattr(het, "RETRIEVER_TIME_LIMIT", 0.05)
     pool = het.ExperiencePool(het.Args())
@@ -194,7 +196,16 @@ def test_a_call_that_raises_or_hangs_is_counted_and_the_run_goes_on(function, ca
     pool.fill_pool([game()])
     assert pool.retrieve("amber") == ""
     assert pool.num_failed_calls == 2 and not pool.records
-    assert capsys.readouterr().out.count("an error, or no result within 0 seconds") == 2
+    assert capsys.readouterr().out.count(words) == 2
+
+
+def test_functions_that_hang_are_not_called_for_ever(capsys, monkeypatch):
+    monkeypatch.setattr(het, "RETRIEVER_TIME_LIMIT", 0.01)
+    pool, calls = het.ExperiencePool(het.Args()), []
+    pool.retriever = lambda question, top_k: calls.append(question) or time.sleep(5)
+    assert [pool.retrieve(name) for name in "abcde"] == [""] * 5
+    assert calls == ["a", "b", "c"] and pool.num_failed_calls == 3
+    assert capsys.readouterr().out.count("is not called again") == 1
 
 
 def test_a_retriever_must_return_a_text(capsys):
