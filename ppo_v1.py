@@ -832,6 +832,8 @@ def check_args(args: Args):
         raise ValueError("--max-digits must be from --min-digits to --max-response-length - 1")
     if args.reward_fn and not Path(args.reward_fn.rpartition(":")[0]).is_file():
         raise ValueError(f"--reward-fn {args.reward_fn}: must be file.py:function")
+    if args.chat_template and not args.model_name:
+        raise ValueError("--chat-template needs --model-name: the tiny model has no template")
     if args.batch_size % args.num_parts():  # v1: accumulate, distributed
         raise ValueError(
             f"--batch-size must be a multiple of {args.num_parts()}: --num-minibatches x "
